@@ -1,0 +1,1 @@
+"""Calibration sets and how they are loaded."""

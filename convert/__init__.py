@@ -1,0 +1,1 @@
+"""Hugging Face causal LM in, NVFP4 checkpoint out."""

@@ -1,0 +1,1 @@
+"""Recipes shipped with the package, one YAML file each."""

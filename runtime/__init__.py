@@ -1,0 +1,1 @@
+"""NVFP4 checkpoint in; tokens, measurements and verdicts out."""
