@@ -1,11 +1,11 @@
 """Every error a user can cause, in one shape: what happened, the fact observed, what to do.
 
-    Fp4pipeError            exit 1
-    ├── CheckpointError         a checkpoint on disk is damaged, incomplete or inconsistent
-    ├── SourceError             the model to convert cannot be read or converted
-    ├── UsageError          exit 2: arguments, recipe or request
-    ├── GateFailed          exit 3: a gate of `validate` or of a recipe did not hold
-    └── Unavailable         exit 4: this machine or installation cannot do it
+Fp4pipeError            exit 1
+├── CheckpointError         a checkpoint on disk is damaged, incomplete or inconsistent
+├── SourceError             the model to convert cannot be read or converted
+├── UsageError          exit 2: arguments, recipe or request
+├── GateFailed          exit 3: a gate of `validate` or of a recipe did not hold
+└── Unavailable         exit 4: this machine or installation cannot do it
 """
 
 

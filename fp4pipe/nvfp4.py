@@ -102,7 +102,9 @@ def weight_block_scale(weight: Tensor, global_scale: Tensor) -> Tensor:
     return scale.clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def quantize_weight(weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None) -> NVFP4Tensor:
+def quantize_weight(
+    weight: Tensor, global_scale: Tensor | None = None, block_scale: Tensor | None = None
+) -> NVFP4Tensor:
     """Quantize a weight ``[N, K]`` as ModelOpt exports it.
 
     Args:
