@@ -153,8 +153,14 @@ def dequantize_blocks(codes: Tensor, block_scale: Tensor, dtype: torch.dtype = t
 
 
 def dequantize(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix ``[rows, K]`` that an NVFP4 tensor stands for. The product is formed in float32, then cast."""
-    return (dequantize_blocks(codes, block_scale) * global_scale.float()).to(dtype)
+    """The matrix ``[rows, K]`` that an NVFP4 tensor stands for.
+
+    Formed in float32 as ``code * (block_scale * global_scale)``, the order of ModelOpt's dequantizer, so that the two
+    agree bit for bit; then cast to `dtype`.
+    """
+    scale = block_scale.float() * global_scale.float()
+    values = decode_e2m1(unpack(codes)).unflatten(-1, (-1, BLOCK))
+    return (values * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def fake_quantize_activation(x: Tensor, input_scale: Tensor) -> Tensor:
