@@ -1,0 +1,31 @@
+"""The `fp4pipe::` operators, registered when this package is imported.
+
+==========================  ========================================================  ==========================
+operator                    arguments                                                 returns
+==========================  ========================================================  ==========================
+``fp4_quantize``            ``x, input_scale, swizzled=False``                        codes, block scales
+``fp4_gemm``                ``a, a_scales, w, w_scales, alpha, out_features,          ``[M, out_features]``
+                            out_dtype, bias=None``
+``fp4_gemm_w4a16``          ``x, w, w_scales, alpha, out_features, bias=None``        ``[M, out_features]``
+==========================  ========================================================  ==========================
+
+Importing this package imports PyTorch and nothing heavier; Triton, a CUDA compiler or FlashInfer are reached for
+only when an operator first meets a CUDA tensor.
+"""
+
+from fp4pipe.runtime.ops import reference, schema
+from fp4pipe.runtime.ops.backend import MODES, backend_for, resolve_mode
+from fp4pipe.runtime.ops.forms import PreparedWeight, fuse_rows, prepare_weight
+from fp4pipe.runtime.ops.linear import NVFP4Linear
+
+__all__ = [
+    "MODES",
+    "NVFP4Linear",
+    "PreparedWeight",
+    "backend_for",
+    "fuse_rows",
+    "prepare_weight",
+    "reference",
+    "resolve_mode",
+    "schema",
+]
