@@ -1,7 +1,7 @@
 """Perplexity, and agreement with the unquantized source, in one pass over the same windows of text."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,8 +13,8 @@ from fp4pipe.runtime.validate.scores import Divergence, Likelihood
 class Scorer(Protocol):
     """What can give the logits of a prompt: an `Engine`."""
 
-    def prompt_logits(self, prompts: list[list[int]]) -> Iterator[Tensor]:
-        """float32 ``[T, V]`` for each prompt, in order."""
+    def prompt_logits(self, prompts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """float32 ``[T, V]`` for each prompt, in order, computed as it is asked for."""
         ...
 
 
@@ -26,13 +26,17 @@ def perplexity(engine: Scorer, windows: Sequence[list[int]]) -> dict[str, Any]:
 
 
 def agreement(engine: Scorer, baseline: Scorer, windows: Sequence[list[int]]) -> dict[str, Any]:
-    """KL(baseline || engine) of the next-token distributions over all positions, and the share of equal top-1 tokens."""
+    """KL(baseline || engine) of the next-token distributions, and the share of equal top-1 tokens, over all positions."""
     _, divergences = score({"model": engine}, windows, baseline)
     return agreement_figures(divergences["model"])
 
 
 def score(
-    engines: Mapping[str, Scorer], windows: Sequence[list[int]], baseline: Scorer | None = None, *, compared: int | None = None
+    engines: Mapping[str, Scorer],
+    windows: Sequence[list[int]],
+    baseline: Scorer | None = None,
+    *,
+    compared: int | None = None,
 ) -> tuple[dict[str, Likelihood], dict[str, Divergence]]:
     """Run every engine over the windows side by side, one window at a time, keeping sums only.
 
@@ -48,8 +52,7 @@ def score(
     everyone = {**engines} if baseline is None else {"baseline": baseline, **engines}
     likelihoods = {name: Likelihood() for name in everyone}
     divergences = {name: Divergence() for name in engines if baseline is not None}
-    # One window a request, asked for as it is needed: an engine may otherwise compute ahead and hold several.
-    streams = {name: _stream(engine, windows) for name, engine in everyone.items()}
+    streams = {name: iter(engine.prompt_logits(windows)) for name, engine in everyone.items()}
     with console.progress(sum(map(len, windows)), "scoring text", "tok") as bar:
         for ids in windows:
             logits = {name: next(stream) for name, stream in streams.items()}
@@ -61,11 +64,6 @@ def score(
                     divergence.add(logits["baseline"][:left], logits[name][:left])
             bar.update(len(ids))
     return likelihoods, divergences
-
-
-def _stream(engine: Scorer, windows: Iterable[list[int]]) -> Iterator[Tensor]:
-    for ids in windows:
-        yield from engine.prompt_logits([ids])
 
 
 def perplexity_figures(likelihood: Likelihood) -> dict[str, Any]:
