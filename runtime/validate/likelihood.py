@@ -26,7 +26,7 @@ def perplexity(engine: Scorer, windows: Sequence[list[int]]) -> dict[str, Any]:
 
 
 def agreement(engine: Scorer, baseline: Scorer, windows: Sequence[list[int]]) -> dict[str, Any]:
-    """KL(baseline || engine) of the next-token distributions, and the share of equal top-1 tokens, over all positions."""
+    """KL(baseline || engine) of the next-token distributions and share of equal top-1 tokens, over all positions."""
     _, divergences = score({"model": engine}, windows, baseline)
     return agreement_figures(divergences["model"])
 
