@@ -1,0 +1,119 @@
+"""Building the Hugging Face model of a source, empty or with its weights, and refusing kinds that cannot be converted yet."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4pipe.convert.quiet import quiet
+from fp4pipe.convert.source import Source
+from fp4pipe.errors import Fp4pipeError, SourceError
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_SUPPORTED = "dense decoder-only language models (Llama, Qwen2, Qwen3, Mistral, Gemma 3 text, Phi3 and their like)"
+
+
+def read_config(source: Source, trust_remote_code: bool) -> Any:
+    """The transformers config of `source`.
+
+    Raises:
+        SourceError: transformers does not know the model type, or it is no kind of model that can be converted.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers raises whatever a wrong field leads to
+        raise SourceError(
+            f"{source.spec}: config.json is not understood by transformers", because=_first_line(error)
+        ) from error
+    if (reason := unsupported_architecture(config)) is not None:
+        raise SourceError(f"{source.spec} cannot be converted", because=reason, fix=f"one of the {_SUPPORTED}")
+    return config
+
+
+def unsupported_architecture(config: Any) -> str | None:
+    """Why models of this config are refused, None for one that is supported."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{config.model_type} is an encoder-decoder model"
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            return f"{config.model_type} has a {part.removesuffix('_config')} part; only text models are converted"
+    if any(_count(config, name) > 1 for name in _EXPERT_COUNTS):
+        return f"{config.model_type} is a mixture of experts, which is not supported yet"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(
+        config, "auto_map", {}
+    ):
+        return f"{config.model_type} is no causal language model"
+    return None
+
+
+def build_empty(source: Source, trust_remote_code: bool) -> nn.Module:
+    """The model on the meta device: structure, shapes and dtypes without memory.
+
+    Raises:
+        SourceError: The kind of model is not supported, or it cannot be built from its config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(source, trust_remote_code)
+    try:
+        with quiet(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=source_dtype(source), trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # as above
+        raise SourceError(f"{source.spec}: the model cannot be built", because=_first_line(error)) from error
+
+
+def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """The model with its weights, in the dtype of its files, ready for inference.
+
+    Raises:
+        SourceError: A tensor is missing from the files or has another shape than the config says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    read_config(source, trust_remote_code)
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                dtype=source_dtype(source),
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (Fp4pipeError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # as above
+        raise SourceError(f"{source.spec}: the weights cannot be loaded", because=_first_line(error)) from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if names := sorted(str(name) for name in info[problem]):
+            raise SourceError(
+                f"{source.spec}: {names[0]} is {problem.split('_')[0]} in the weights",
+                because=f"config.json promises it{f' and {len(names) - 1} others' if names[1:] else ''}",
+            )
+    return model.to(device).eval()
+
+
+def source_dtype(source: Source) -> torch.dtype:
+    """The dtype most of the source's floating-point bytes have."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in source.tensors.values():
+        if info.dtype in ("BF16", "F16", "F32"):
+            sizes[info.torch_dtype] = sizes.get(info.torch_dtype, 0) + info.nbytes
+    if not sizes:
+        raise SourceError(f"{source.spec} holds no bf16, fp16 or fp32 tensor")
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _count(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

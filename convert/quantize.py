@@ -1,0 +1,183 @@
+"""The whole conversion: plan, calibrate, quantize, export, audit; a finished directory or none."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4pipe import console
+from fp4pipe.calib_data import CalibrationSet, load_calibration
+from fp4pipe.convert.audit import Audit, audit
+from fp4pipe.convert.calibrate import calibrate, check_finite
+from fp4pipe.convert.card import model_card
+from fp4pipe.convert.export import export, write_json
+from fp4pipe.convert.model import load
+from fp4pipe.convert.options import QuantizeOptions
+from fp4pipe.convert.plan import Plan, make_plan
+from fp4pipe.convert.provenance import provenance
+from fp4pipe.convert.scheme import resolve_scheme
+from fp4pipe.convert.source import Source, resolve_source
+from fp4pipe.convert.staging import check_output, staged
+from fp4pipe.errors import CheckpointError, Unavailable, UsageError
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What `quantize` did.
+
+    Attributes:
+        out: The checkpoint.
+        source: What it was made from.
+        plan: The decisions.
+        audit: The files on disk held against the source.
+        seconds: Wall time of each step, in order.
+        peak_rss_bytes: Largest resident memory of the process so far.
+    """
+
+    out: Path
+    source: Source
+    plan: Plan
+    audit: Audit
+    seconds: dict[str, float]
+    peak_rss_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "out": str(self.out),
+            "source": {"spec": self.source.spec, "kind": self.source.kind, "fingerprint": self.source.fingerprint},
+            "plan": self.plan.to_dict(),
+            "audit": self.audit.to_dict(),
+            "seconds": self.seconds,
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+@dataclass
+class _Stopwatch:
+    """Wall time by step; says each step on stderr as it begins."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        console.say(f"{name} ...")
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 3)
+
+
+def quantize(
+    source: str | Path | Source, out: str | Path, options: QuantizeOptions | None = None, *, overwrite: bool = False
+) -> QuantizeResult:
+    """Turn a bf16 model into an NVFP4 checkpoint in `out`.
+
+    Everything is written to a hidden directory beside `out`, audited there, and renamed at the end; see
+    `fp4pipe.convert.staging`.
+
+    Args:
+        source: What `resolve_source` takes, or its result.
+        out: Directory of the checkpoint.
+        options: Scheme, calibration and output options.
+        overwrite: Replace an existing checkpoint.
+
+    Raises:
+        UsageError: Unsupported options, an output that exists, or a plan with problems.
+        SourceError: The model cannot be read, converted or calibrated.
+        CheckpointError: The audit found what was written to be wrong; nothing is left in `out`.
+        Unavailable: The device is not there.
+    """
+    options = options or QuantizeOptions()
+    out = Path(out)
+    check_output(out, overwrite=overwrite)
+    device = _device(options.device)
+    scheme = resolve_scheme(options)
+    watch = _Stopwatch()
+    with watch.step("plan"):
+        if not isinstance(source, Source):
+            source = resolve_source(source, trust_remote_code=options.trust_remote_code)
+        plan = make_plan(source, options)
+        refuse_problems(plan)
+    for warning in plan.warnings:
+        console.warn(warning)
+    with staged(out, overwrite=overwrite) as staging:
+        with watch.step("check source"):
+            check_finite(source)
+        with watch.step("calibration set"):
+            calibration = _calibration(source, options) if plan.calibration_tokens else None
+        with watch.step("load"):
+            model = load(source, device=device, trust_remote_code=options.trust_remote_code)
+        with watch.step("calibrate"):
+            calibrate(model, scheme, calibration, options.calibration.batch_size)
+        with watch.step("export"):
+            export(model, source, staging, max_shard_size=options.max_shard_size)
+            del model
+            write_json(staging / "provenance.json", provenance(source, options, plan, calibration))
+        with watch.step("audit"):
+            result = audit(staging, source, plan=plan, unfinished=True)
+        if not result.ok:
+            raise CheckpointError(
+                f"{source.spec}: the exported checkpoint failed its audit and was discarded",
+                because="; ".join(str(finding) for finding in result.errors[:3]),
+            )
+        (staging / "README.md").write_text(model_card(source, out.name, options, plan, calibration, result))
+    return QuantizeResult(out, source, plan, result, watch.seconds, _peak_rss())
+
+
+def refuse_problems(plan: Plan) -> None:
+    """Stop before anything is loaded if the plan cannot be carried out.
+
+    Raises:
+        UsageError: With every problem of the plan.
+    """
+    if plan.problems:
+        more = f" (and {len(plan.problems) - 5} more problems)" if len(plan.problems) > 5 else ""
+        raise UsageError(f"{plan.source} cannot be quantized as asked", because="; ".join(plan.problems[:5]) + more)
+
+
+def _calibration(source: Source, options: QuantizeOptions) -> CalibrationSet:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=options.trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
+        raise UsageError(
+            f"{source.spec} has no usable tokenizer, and calibration text has to be encoded",
+            because=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+        ) from error
+    ask = options.calibration
+    return load_calibration(
+        ask.dataset,
+        tokenizer,
+        samples=ask.samples,
+        seq_len=ask.seq_len,
+        seed=ask.seed,
+        split=ask.split,
+        text_column=ask.text_column,
+        chat_template=ask.chat_template,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device {name!r} is unknown", fix="auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(f"device {name} was asked for, but PyTorch sees no CUDA GPU", fix="--device cpu")
+    return device
+
+
+def _peak_rss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,155 @@
+"""A directory that appears whole or not at all, whenever the process dies.
+
+    with staged(out, overwrite=False) as staging:
+        ... write files into `staging` ...
+
+Files go to the hidden sibling ``.NAME.partial-PID``. Its first file is ``INCOMPLETE``, which `Checkpoint.open` refuses;
+it is removed only after the directory has its final name, so a directory without it is complete under either name.
+A lock on ``.NAME.lock`` is held meanwhile: whoever holds it may sweep away all other partial siblings, whose writers are dead.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp4pipe.errors import UsageError
+
+MARKER = "INCOMPLETE"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a directory to fill; when the block ends without an error it becomes `out`.
+
+    Args:
+        out: Final directory. Its parent is created.
+        overwrite: Replace an existing `out`. It stays as it is until the new one is complete, then they change places.
+
+    Raises:
+        UsageError: `out` exists and `overwrite` is false, or another process is writing it.
+    """
+    out = Path(os.path.abspath(out))
+    check_output(out, overwrite=overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        for stale in out.parent.glob(_escape(f".{out.name}.partial-") + "*"):
+            remove(stale)
+        if (out / MARKER).exists():  # killed between the rename and the removal of the marker
+            remove(out)
+        staging = out.parent / f".{out.name}.partial-{os.getpid()}"
+        staging.mkdir()
+        try:
+            (staging / MARKER).write_text("This directory is being written; it is no checkpoint yet.\n")
+            _sync(staging / MARKER)
+            _sync(staging)
+            yield staging
+            _publish(staging, out)
+        finally:
+            remove(staging)
+
+
+def check_output(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output that exists, unless it may be replaced, is an empty directory, or was never finished.
+
+    Raises:
+        UsageError: It may not be written.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UsageError(f"{out} exists and is no directory")
+    if (out / MARKER).exists() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{out} already exists", fix="another --out, or --overwrite to replace it")
+    if not (out / "config.json").exists():
+        raise UsageError(f"{out} holds no model, so it is not replaced", fix="another --out, or remove it yourself")
+
+
+def remove(directory: Path) -> None:
+    """Delete a directory so that it never looks like a checkpoint on the way: what names the weights goes first, the marker last."""
+    if not directory.is_dir():
+        return
+    with suppress(OSError):
+        (directory / MARKER).touch()
+    for child in directory.iterdir():
+        if child.name == MARKER:
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child, ignore_errors=True)
+        else:
+            child.unlink(missing_ok=True)
+    (directory / MARKER).unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def _publish(staging: Path, out: Path) -> None:
+    for path in sorted(staging.rglob("*")):
+        _sync(path)
+    _sync(staging)
+    if out.is_dir() and any(out.iterdir()):
+        _exchange(staging, out)
+    else:
+        os.rename(staging, out)
+    _sync(out.parent)
+    (out / MARKER).unlink()
+    _sync(out)
+
+
+def _exchange(staging: Path, out: Path) -> None:
+    """Let the two directories change names in one step; where the filesystem cannot, in two."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is not None:
+        done = renameat2(_AT_FDCWD, os.fsencode(staging), _AT_FDCWD, os.fsencode(out), _RENAME_EXCHANGE)
+        if done == 0:
+            return
+        if (code := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP):
+            raise OSError(code, os.strerror(code), str(out))
+    old = staging.with_name(f"{staging.name}-old")
+    os.rename(out, old)
+    os.rename(staging, out)
+    os.rename(old, staging)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    lock = out.parent / f".{out.name}.lock"
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UsageError(
+                f"{out} is being written by another process", fix="wait for it, or another --out"
+            ) from None
+        # The previous holder unlinks the file when it is done; a lock on an unlinked file excludes nobody.
+        with suppress(FileNotFoundError):
+            if os.stat(lock).st_ino == os.fstat(handle).st_ino:
+                break
+        os.close(handle)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _escape(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
