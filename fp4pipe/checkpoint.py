@@ -46,14 +46,18 @@ class Checkpoint:
     kv_scales: dict[str, tuple[TensorInfo | None, TensorInfo | None]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: str | Path) -> "Checkpoint":
+    def open(cls, path: str | Path, *, unfinished: bool = False) -> "Checkpoint":
         """Open the checkpoint in `path` and check everything that headers and configs can tell.
+
+        Args:
+            path: The directory.
+            unfinished: Read it although it is marked as still being written; only its writer has reason to.
 
         Raises:
             CheckpointError: The first thing found wrong: no directory, an unfinished export, damaged or missing files,
                 an index or configs that contradict the tensors, a quantized matrix without its scales.
         """
-        checkpoint, problems = survey(path)
+        checkpoint, problems = survey(path, unfinished=unfinished)
         if problems:
             raise problems[0].error
         assert checkpoint is not None  # only a problem leaves it None
@@ -140,7 +144,7 @@ class Checkpoint:
         return self._mappings[file]
 
 
-def survey(path: str | Path) -> tuple[Checkpoint | None, list[Problem]]:
+def survey(path: str | Path, *, unfinished: bool = False) -> tuple[Checkpoint | None, list[Problem]]:
     """Read as much of the checkpoint in `path` as can be read.
 
     Returns:
@@ -149,7 +153,7 @@ def survey(path: str | Path) -> tuple[Checkpoint | None, list[Problem]]:
     directory = Path(path)
     if not directory.is_dir():
         return None, [problem("directory-missing", directory, f"{directory}: no such directory")]
-    if (directory / INCOMPLETE).exists():
+    if (directory / INCOMPLETE).exists() and not unfinished:
         fix = "run the command that wrote it again"
         return None, [problem("export-unfinished", directory, f"{directory}: an unfinished export", fix=fix)]
     try:
@@ -177,11 +181,15 @@ def survey(path: str | Path) -> tuple[Checkpoint | None, list[Problem]]:
 
 
 def _kv_scales(shards: Shards) -> dict[str, tuple[TensorInfo | None, TensorInfo | None]]:
-    """K and V scales by attention module: ModelOpt writes `attn.k_proj.k_scale`, compressed-tensors `attn.k_scale`."""
+    """K and V scales by attention module.
+
+    ModelOpt writes `attn.k_proj.k_scale`, or `attn.qkv_proj.k_scale` where the projections are fused, and
+    compressed-tensors `attn.k_scale`.
+    """
     found: dict[str, list[TensorInfo | None]] = {}
     for name, info in shards.tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf in ("k_scale", "v_scale") and info.numel == 1:
-            attention = module.removesuffix(f".{leaf[0]}_proj")
+            attention = module.removesuffix(f".{leaf[0]}_proj").removesuffix(".qkv_proj")
             found.setdefault(attention, [None, None])[leaf == "v_scale"] = info
     return {attention: (k, v) for attention, (k, v) in found.items()}
