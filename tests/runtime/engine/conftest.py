@@ -1,5 +1,7 @@
-"""A model whose logits are a hash of everything before them: any fault in pages, slots or scheduling changes its output."""
+"""A model whose logits are a hash of all that came before: faults in pages, slots or scheduling show in its output."""
 
+import asyncio
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +93,12 @@ def greedy():
         return tokens[len(prompt) :]
 
     return SimpleNamespace(continue_=continue_)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run coroutine tests in an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
