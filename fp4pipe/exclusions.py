@@ -46,6 +46,13 @@ def is_glob(pattern: str) -> bool:
     return any(wildcard in pattern for wildcard in "*?[")
 
 
+def fused_of(module: str) -> str | None:
+    """Name of the fused module that `module` is a shard of, or None."""
+    parent, dot, leaf = module.rpartition(".")
+    fused = _FUSED_OF.get(leaf)
+    return fused and f"{parent}{dot}{fused}"
+
+
 class Patterns:
     """A list of patterns, compiled once: checkpoints of mixture models ask for tens of thousands of modules.
 
@@ -103,10 +110,10 @@ def is_excluded(module: str, patterns: tuple[str, ...]) -> bool:
     everything = compiled(patterns)
     if everything.match(module):
         return True
-    parent, dot, leaf = module.rpartition(".")
-    if (fused := _FUSED_OF.get(leaf)) is not None:
+    if (fused := fused_of(module)) is not None:
         # Only patterns that spell the fused name: `*_proj` must not reach a shard by this road.
-        return compiled(tuple(p for p in patterns if fused in p)).match(f"{parent}{dot}{fused}")
+        leaf = fused.rpartition(".")[2]
+        return compiled(tuple(pattern for pattern in patterns if leaf in pattern)).match(fused)
     shards = shards_of(module)
     excluded = [shard for shard in shards if everything.match(shard)]
     if excluded and len(excluded) < len(shards):
