@@ -1,0 +1,281 @@
+"""Do the captured pieces compute what the model computes? Every bucket, with poisoned padding, in any order.
+
+The runner under test is the one that serves. It is compared with two others over the same cache that capture nothing
+(``off`` and ``segmented``), and with Hugging Face's own attention. Where the same code runs on the same shapes the
+results must be the same bits; where shapes or kernels differ, within `bound_of`.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4pipe import console
+from fp4pipe.runtime.batch import Batch
+from fp4pipe.runtime.graph.buckets import bucket_of
+from fp4pipe.runtime.graph.runner import Runner
+from fp4pipe.runtime.validate.check import Check
+from fp4pipe.runtime.validate.traffic import Traffic
+
+PAD_ID = 0
+"""Token that the runner pads with; `poisoned` proves that it is."""
+
+
+def bound_of(runner: Runner) -> float:
+    """Largest relative error (norm of the difference over norm) that another order of sums explains.
+
+    With quantized activations a sum that differs in its last bit may round to the next of eight magnitudes, and the
+    rest of that row follows; 16-bit activations round alike.
+    """
+    if runner.model.dtype != torch.float32:
+        return 3e-2
+    return 3e-2 if runner.model.quant is not None and runner.model.mode == "w4a4" else 1e-4
+
+
+def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -> list[Check]:
+    """Prove the runner's graphs.
+
+    Args:
+        runner: Idle; its cache is overwritten.
+        buckets: How many buckets to try, evenly spread with the smallest and the largest among them; all when absent.
+        seed: Of the token ids and of the order.
+
+    Returns:
+        ``graphs.capture``, ``graphs.eager``, ``graphs.buckets``, ``graphs.padding``, ``graphs.order``, ``graphs.batch``
+        and ``graphs.recompiles``.
+    """
+    frames = runner.stats["recompiles"]
+    traffic = Traffic(runner.model, runner.cache, seed)
+    plain = Runner(runner.model, runner.cache, graphs="off", max_tokens=runner.max_tokens)
+    checks = [check_capture(runner), check_eager(plain, traffic)]
+    chosen = _spread(_reachable(runner, traffic), buckets)
+    checks += check_buckets(runner, plain, traffic, chosen)
+    checks.append(check_order(runner, traffic, _spread(chosen, 5), seed))
+    checks.append(check_batch(runner, traffic))
+    recompiles = runner.stats["recompiles"] - frames
+    checks.append(
+        Check(
+            "graphs.recompiles",
+            recompiles == 0,
+            f"{recompiles} compilations while running",
+            {"recompiles": recompiles, "replays": sum(runner.stats["replays"].values())},
+            {"replays": runner.stats["replays"], "eager": runner.stats["eager"]},
+        )
+    )
+    return checks
+
+
+def check_capture(runner: Runner) -> Check:
+    """What was captured: pieces, distinct pieces, graph breaks, seconds, bytes."""
+    stats = runner.stats
+    if runner.graphs != "compiled":
+        return Check("graphs.capture", None, f"graphs are {runner.graphs}: nothing is captured", {}, stats)
+    keys = (
+        "graph_breaks",
+        "pieces",
+        "distinct_pieces",
+        "trace_seconds",
+        "compile_seconds",
+        "buffer_bytes",
+        "from_disk",
+    )
+    figures = {key: stats[key] for key in keys}
+    summary = (
+        f"{stats['graph_breaks']} graph breaks, {stats['pieces']} pieces of which {stats['distinct_pieces']} distinct,"
+        f" traced in {stats['trace_seconds']:.1f} s, compiled in {stats['compile_seconds']:.1f} s"
+    )
+    return Check("graphs.capture", stats["graph_breaks"] == 0, summary, figures, stats)
+
+
+def check_eager(plain: Runner, traffic: Traffic) -> Check:
+    """The model with paged attention against the same model with Hugging Face's own eager attention."""
+    ids = traffic.token_ids(min(64, traffic.longest, plain.max_tokens))
+    ours = run(plain, traffic.fresh(ids))
+    config = plain.model.decoder.config
+    implementation = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        tokens = torch.tensor([ids], device=plain.model.device)
+        positions = torch.arange(len(ids), device=plain.model.device)[None]
+        with torch.no_grad():
+            theirs = plain.model.body(tokens, positions)[0]
+    finally:
+        config._attn_implementation = implementation
+    error, bound = relative_error(ours, theirs), bound_of(plain)
+    summary = f"paged attention against transformers' eager attention: relative error {error:.1e} (bound {bound:.0e})"
+    return Check("graphs.eager", error <= bound, summary, {"rel_error": error}, {"tokens": len(ids), "bound": bound})
+
+
+def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequence[int]) -> list[Check]:
+    """Each bucket at its fewest tokens, so with the most padding: against eager, then with the padding poisoned."""
+    segmented = Runner(
+        runner.model, runner.cache, graphs="segmented", max_tokens=runner.max_tokens, buckets=runner.buckets
+    )
+    bound = bound_of(runner)
+    rows: list[dict[str, Any]] = []
+    with console.progress(len(buckets), "buckets", "bucket") as bar:
+        for bucket in buckets:
+            tokens = _fewest(bucket, runner.buckets)
+            batch = traffic.mixed(tokens)
+            reference = run(plain, batch)
+            started = time.perf_counter()
+            replayed = run(runner, batch)
+            seconds = time.perf_counter() - started
+            poisoned, reached = run_poisoned(runner, batch, bucket)
+            rows.append(
+                {
+                    "bucket": bucket,
+                    "tokens": tokens,
+                    "rel_error": relative_error(replayed, reference),
+                    "segmented_rel_error": relative_error(run(segmented, batch), reference),
+                    "bitwise": torch.equal(replayed, reference),
+                    "padding_inert": torch.equal(poisoned, replayed),
+                    "poison_reached": reached or bucket == tokens or runner.graphs == "off",
+                    "seconds": seconds,
+                }
+            )
+            bar.update(1)
+    wrong = [r["bucket"] for r in rows if not max(r["rel_error"], r["segmented_rel_error"]) <= bound]
+    worst = max((max(r["rel_error"], r["segmented_rel_error"]) for r in rows), default=0.0)
+    leaking = [r["bucket"] for r in rows if not r["padding_inert"]]
+    missed = [r["bucket"] for r in rows if not r["poison_reached"]]
+    padding = f"{len(rows)} buckets with NaN in every padded row and stale buffer: "
+    padding += f"it reaches real rows in buckets {leaking}" if leaking else "real rows keep their bits"
+    if missed:
+        padding += f"; padded rows of buckets {missed} could not be poisoned"
+    equal = f"{len(rows)} of {len(runner.buckets)} buckets, eager = segmented = {runner.graphs}: "
+    equal += f"worst relative error {worst:.1e} (bound {bound:.0e})" + (f"; wrong in buckets {wrong}" if wrong else "")
+    return [
+        Check(
+            "graphs.buckets",
+            not wrong,
+            equal,
+            {"rel_error": worst, "buckets": len(rows), "wrong": len(wrong)},
+            {"bound": bound, "rows": rows},
+        ),
+        Check(
+            "graphs.padding",
+            not leaking and not missed,
+            padding,
+            {"leaking": len(leaking), "unpoisoned": len(missed)},
+            {"leaking": leaking, "unpoisoned": missed},
+        ),
+    ]
+
+
+def check_order(runner: Runner, traffic: Traffic, buckets: Sequence[int], seed: int) -> Check:
+    """Buckets from large to small, back to large, then shuffled, memory churned between: the same bits every time."""
+    batches = {bucket: traffic.mixed(_fewest(bucket, runner.buckets)) for bucket in buckets}
+    first = {bucket: run(runner, batch) for bucket, batch in batches.items()}
+    falling = sorted(batches, reverse=True)
+    shuffled = random.Random(seed).sample(falling, len(falling))
+    changed: set[int] = set()
+    churn = _Churn(runner.model.device, seed)
+    for bucket in [*falling, *reversed(falling), *shuffled]:
+        churn()
+        if not torch.equal(run(runner, batches[bucket]), first[bucket]):
+            changed.add(bucket)
+    summary = f"buckets {falling} down, up and shuffled with memory churned between: "
+    summary += f"results changed in buckets {sorted(changed)}" if changed else "the same bits every time"
+    return Check("graphs.order", not changed, summary, {"changed": len(changed)}, {"changed": sorted(changed)})
+
+
+def check_batch(runner: Runner, traffic: Traffic) -> Check:
+    """Each sequence of a mixed step against the same tokens in a step of their own."""
+    batch, singles = traffic.mixed_and_single(min(48, runner.max_tokens))
+    together = run(runner, batch)
+    starts = batch.query_start.tolist()
+    errors = []
+    for single, start, end in zip(singles, starts, starts[1:], strict=False):
+        errors.append(relative_error(run(runner, single), together[start:end]))
+    worst, bound = max(errors), bound_of(runner)
+    summary = f"{len(errors)} sequences in one step against alone: worst relative error {worst:.1e} (bound {bound:.0e})"
+    return Check("graphs.batch", worst <= bound, summary, {"rel_error": worst}, {"errors": errors, "bound": bound})
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def run(runner: Runner, batch: Batch) -> Tensor:
+    """Hidden states of one step, its own. What the cache held at the step's slots is NaN when it starts."""
+    for tensor in (*runner.cache.k, *runner.cache.v):
+        tensor.flatten(0, 1)[batch.slots.to(tensor.device)] = torch.nan
+    return runner.forward(batch).clone()
+
+
+def run_poisoned(runner: Runner, batch: Batch, bucket: int) -> tuple[Tensor, bool]:
+    """Run `batch` with every padded row NaN from the first layer on, and every static buffer NaN before the step.
+
+    The padding token's embedding is NaN meanwhile; traffic never uses that token.
+
+    Returns:
+        The hidden states, and whether the padded rows did come out NaN.
+    """
+    embedding: Tensor = runner.model.decoder.get_input_embeddings().weight  # type: ignore[operator,union-attr]
+    kept = embedding[PAD_ID].clone()
+    runner.poison()
+    try:
+        with torch.no_grad():
+            embedding[PAD_ID] = torch.nan
+        hidden = run_whole(runner, batch, bucket)
+    finally:
+        with torch.no_grad():
+            embedding[PAD_ID] = kept
+    tokens = batch.num_tokens
+    return hidden[:tokens], bool(hidden[tokens:].isnan().any())
+
+
+def run_whole(runner: Runner, batch: Batch, bucket: int) -> Tensor:
+    """As `run`, with the padded rows that follow the real ones in the runner's own output."""
+    for tensor in (*runner.cache.k, *runner.cache.v):
+        tensor.flatten(0, 1)[batch.slots.to(tensor.device)] = torch.nan
+    hidden = runner.forward(batch)
+    rows = batch.num_tokens if runner.graphs == "off" else bucket
+    return hidden.as_strided((rows, hidden.shape[1]), hidden.stride()).clone()
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm; NaN when either is not finite."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+class _Churn:
+    """Allocates and frees blocks of many sizes, so that freed memory a graph still reads would hold something else."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        self._random = random.Random(seed)
+        self._held: list[Tensor] = []
+
+    def __call__(self) -> None:
+        for _ in range(8):
+            self._held.append(torch.full((self._random.randint(1, 1 << 18),), torch.nan, device=self._device))
+        self._random.shuffle(self._held)
+        del self._held[8:]
+
+
+# ---- choosing buckets -----------------------------------------------------------------------------------------------
+
+
+def _reachable(runner: Runner, traffic: Traffic) -> list[int]:
+    """Buckets that some step falls into and for which the cache has room."""
+    fits = (b for b in runner.buckets if _fewest(b, runner.buckets) <= traffic.capacity)
+    return [b for b in fits if bucket_of(_fewest(b, runner.buckets), runner.buckets) == b]
+
+
+def _fewest(bucket: int, buckets: Sequence[int]) -> int:
+    """The fewest tokens that are padded to `bucket`."""
+    below = max((b for b in buckets if b < bucket), default=0)
+    return max(below + 1, -(-bucket // 2))
+
+
+def _spread(buckets: Sequence[int], count: int | None) -> list[int]:
+    """`count` of `buckets` evenly, the ends included."""
+    if count is None or count >= len(buckets):
+        return list(buckets)
+    if count == 1:
+        return [buckets[-1]]
+    return [buckets[round(i * (len(buckets) - 1) / (count - 1))] for i in range(count)]
