@@ -94,7 +94,7 @@ def check_eager(plain: Runner, traffic: Traffic) -> Check:
     """The model with paged attention against the same model with Hugging Face's own eager attention."""
     ids = traffic.token_ids(min(64, traffic.longest, plain.max_tokens))
     ours = run(plain, traffic.fresh(ids))
-    config = plain.model.decoder.config
+    config: Any = plain.model.config.get_text_config()
     implementation = config._attn_implementation
     config._attn_implementation = "eager"
     try:
