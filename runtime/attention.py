@@ -1,9 +1,9 @@
 """Causal attention over a paged cache: the one operator that sees which tokens belong together.
 
-``fp4pipe::paged_attention(q, k, v, out!, layer, scale, window)`` writes the new tokens' keys and values into the cache
-and fills `out`. What it needs to know of the step (which rows are real, where they go, what each sequence may see) comes
-from the `Step` that the caller holds in `attending`; a context variable carries it, so two engines in two threads never
-see each other's.
+``fp4pipe::paged_attention(q, k, v, out!, layer, scale, window)`` writes the new tokens' keys and values into the
+cache and fills `out`. What it needs to know of the step (which rows are real, where they go, what each sequence may
+see) comes from the `Step` that the caller holds in `attending`; a context variable carries it, so two engines in two
+threads never see each other's.
 """
 
 from collections.abc import Iterator

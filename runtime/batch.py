@@ -21,7 +21,7 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """One step over S sequences with T new tokens in all; host tensors, which the runner copies where they are needed."""
+    """One step over S sequences with T new tokens in all; host tensors, which the runner copies where they go."""
 
     input_ids: Tensor
     """int64 [T]"""

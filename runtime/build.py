@@ -38,7 +38,9 @@ def read_config(path: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path / 'config.json'} is not a configuration transformers knows", because=str(error)) from error
+        raise CheckpointError(
+            f"{path / 'config.json'} is not a configuration transformers knows", because=str(error)
+        ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     _refuse_unsupported(config)
@@ -70,7 +72,9 @@ def _rope_types(parameters: Any) -> list[str]:
 
 
 def _unavailable(config: PretrainedConfig, because: str) -> Unavailable:
-    return Unavailable(f"models of type {config.model_type!r} do not run here", because=because, fix=f"one of the {SUPPORTED}")
+    return Unavailable(
+        f"models of type {config.model_type!r} do not run here", because=because, fix=f"one of the {SUPPORTED}"
+    )
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -90,7 +94,9 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     return model
 
 
-def replace_linears(model: PreTrainedModel, names: Iterable[str], mode: str, dtype: torch.dtype) -> dict[str, NVFP4Linear]:
+def replace_linears(
+    model: PreTrainedModel, names: Iterable[str], mode: str, dtype: torch.dtype
+) -> dict[str, NVFP4Linear]:
     """Put an empty `NVFP4Linear` in the place of each linear in `names`.
 
     Raises:
@@ -128,9 +134,7 @@ def kv_layers_of(model: PreTrainedModel) -> list[LayerKV]:
             raise _unavailable(model.config, f"its forward does not run without data: {error}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(seen.calls) != list(range(layers)):
-        raise _unavailable(
-            model.config, f"{len(seen.calls)} of its {layers} layers call the attention interface"
-        )
+        raise _unavailable(model.config, f"{len(seen.calls)} of its {layers} layers call the attention interface")
     return [seen.calls[layer] for layer in range(layers)]
 
 
@@ -158,7 +162,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' interface: ``[1, heads, T, head_dim]`` in, ``[1, T, heads, head_dim]`` out."""
+    """What transformers calls to attend: ``[1, heads, T, head_dim]`` in, ``[1, T, heads, head_dim]`` out."""
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if attention_mask is not None:
         unknown.append("attention_mask")

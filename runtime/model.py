@@ -1,4 +1,4 @@
-"""A checkpoint as a model that runs: Hugging Face's own modules, NVFP4 linears in them, attention over the paged cache."""
+"""A checkpoint as a model that runs: Hugging Face's own modules, with NVFP4 linears and paged attention in them."""
 
 import time
 from pathlib import Path
@@ -9,9 +9,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from fp4pipe.checkpoint import Checkpoint
+from fp4pipe.errors import UsageError
+from fp4pipe.quant_config import QuantConfig
 from fp4pipe.runtime import build
 from fp4pipe.runtime.cache import KVCache, LayerKV
+from fp4pipe.runtime.fill import fill, refuse_unsupported
 from fp4pipe.runtime.ops import resolve_mode
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Model:
@@ -30,7 +36,7 @@ class Model:
         self,
         module: PreTrainedModel,
         *,
-        quant: Any,
+        quant: QuantConfig | None,
         mode: str,
         device: torch.device,
         dtype: torch.dtype,
@@ -78,15 +84,28 @@ class Model:
         started = time.perf_counter()
         path, device = Path(path), torch.device(device)
         config = build.read_config(path)
+        checkpoint = Checkpoint.open(path)
+        refuse_unsupported(checkpoint)
         resolved = _resolve_dtype(dtype, config, device)
         mode, why = resolve_mode(mode, device)
         module = build.build_on_meta(config, resolved)
+        linears = build.replace_linears(module, checkpoint.linears, mode, resolved)
         kv_layers = build.kv_layers_of(module)
         build.recompute_buffers(module, device)
-        _fill(module, path, resolved)
-        report = {"seconds": time.perf_counter() - started, "threads": load_threads, "mode": why}
+        read = fill(module, linears, checkpoint, device=device, dtype=resolved, threads=load_threads, progress=progress)
         return cls(
-            module, quant=None, mode=mode, device=device, dtype=resolved, kv_layers=kv_layers, load_report=report
+            module,
+            quant=checkpoint.quant,
+            mode=mode,
+            device=device,
+            dtype=resolved,
+            kv_layers=kv_layers,
+            load_report={
+                "seconds": time.perf_counter() - started,
+                "read": read.to_dict(),
+                "mode": why,
+                "quantized_linears": len(linears),
+            },
         )
 
     def new_cache(self, num_pages: int, page_size: int) -> KVCache:
@@ -122,23 +141,8 @@ def _head_only(module: PreTrainedModel) -> PreTrainedModel:
 def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
     if dtype != "auto":
-        return getattr(torch, dtype)
+        raise UsageError(f"--dtype {dtype} is unknown", fix=f"--dtype auto|{'|'.join(_DTYPES)}")
     return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-
-
-def _fill(module: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import load_file
-
-    tensors = {}
-    for f in sorted(path.glob("*.safetensors")):
-        tensors |= load_file(f)
-    names: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    for group in names.values():
-        source = next(n for n in group if n in tensors)
-        param = nn.Parameter(tensors[source].to(dtype), requires_grad=False)
-        for name in group:
-            parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, param)

@@ -1,1 +1,1 @@
-"""From a model's own forward to compiled pieces between attention calls: trace, rewrite, partition, unify, compile, run."""
+"""From a model's own forward to compiled pieces between attention calls, and the runner that calls them."""

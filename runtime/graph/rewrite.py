@@ -129,7 +129,7 @@ def _fuse(traced: Traced, nodes: list[fx.Node]) -> int:
     graph, weights = traced.graph, traced.weights
     count = _GEMMS[operator_name(nodes[0]) or ""]
     arguments = [_positional(node) for node in nodes]
-    shards = [PreparedWeight(*(weights[a.name] for a in args[count : count + 3]), args[count + 3]) for args in arguments]
+    shards = [PreparedWeight(*(weights[a.name] for a in args[count:][:3]), args[count + 3]) for args in arguments]
     fused = fuse_rows(shards)
     if fused is None:
         return 0

@@ -73,7 +73,7 @@ def trace(model: Model) -> Traced:
 def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
     """`body` under a code object of its own, so that nothing compiled before or after shares its cache."""
     function: FunctionType = body.__func__  # type: ignore[attr-defined]
-    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return copy.__get__(body.__self__)  # type: ignore[attr-defined]
 
 

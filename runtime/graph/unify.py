@@ -41,6 +41,7 @@ def _describe(value: Any) -> Hashable:
 
 
 def _target(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    return operator_name(node) or f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', node.target)}"
+    target = node.target
+    if isinstance(target, str):
+        return target
+    return operator_name(node) or f"{target.__module__}.{target.__qualname__}"
