@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4pipe.errors import CheckpointError
-from fp4pipe.exclusions import Patterns, is_excluded, is_glob, shards_of, without_wrappers
+from fp4pipe.exclusions import Patterns, compiled, is_excluded, is_glob, shards_of, without_wrappers
 
 NVFP4_ALGOS = frozenset({"NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ", "NVFP4_SVD"})
 """Algorithms that store weights as NVFP4."""
@@ -126,6 +126,9 @@ def read_quant_config(directory: Path, config: dict[str, Any]) -> QuantConfig | 
         section = _object(document.get("quantization", document), f"{path}: quantization")
         if section.get("quant_algo") or section.get("kv_cache_quant_algo"):
             found.append(_modelopt(section, "hf_quant_config.json"))
+    for quant in found:
+        for patterns in (quant.ignore, tuple(quant.layers)):
+            compiled(patterns)  # an invalid regular expression is an error here, not at the first module asked for
     if len(found) == 2:
         _require_agreement(directory, *found)
     return found[0] if found else None
@@ -153,19 +156,19 @@ def _modelopt(section: dict[str, Any], source: str) -> QuantConfig:
     if not isinstance(algo, str):
         raise CheckpointError(f"{source}: the quantization config has no quant_algo")
     layers: dict[str, str] = {}
-    sizes = {section.get("group_size")}
+    sizes = [section.get("group_size")]
     for module, entry in _object(section.get("quantized_layers") or {}, f"{source}: quantized_layers").items():
         entry = _object(entry, f"{source}: quantized_layers.{module}")
         layers[module] = str(entry.get("quant_algo"))
         if layers[module] in NVFP4_ALGOS:
-            sizes.add(entry.get("group_size"))
+            sizes.append(entry.get("group_size"))
     if algo == MIXED and not layers:
         raise CheckpointError(f"{source}: quant_algo {MIXED} without quantized_layers")
     if algo in NVFP4_ALGOS:
         groups = _object(section.get("config_groups") or {}, f"{source}: config_groups")
         for name, group in groups.items():
             weights = _object(_object(group, f"{source}: {name}").get("weights") or {}, f"{source}: {name}.weights")
-            sizes.add(weights.get("group_size"))
+            sizes.append(weights.get("group_size"))
     return QuantConfig(
         method="modelopt",
         algo=algo,
@@ -180,12 +183,12 @@ def _modelopt(section: dict[str, Any], source: str) -> QuantConfig:
 def _compressed_tensors(section: dict[str, Any]) -> QuantConfig:
     source = "config.json"
     layers: dict[str, str] = {}
-    sizes: set[Any] = set()
+    sizes: list[Any] = []
     for name, group in _object(section.get("config_groups") or {}, f"{source}: config_groups").items():
         group = _object(group, f"{source}: config_groups.{name}")
         algo = _algo_of_group(group, f"{source}: config_groups.{name}")
         if algo in NVFP4_ALGOS:
-            sizes.add(group["weights"].get("group_size"))
+            sizes.append(group["weights"].get("group_size"))
         layers |= dict.fromkeys(_strings(group.get("targets", []), f"{source}: config_groups.{name}.targets"), algo)
     if not layers:
         raise CheckpointError(f"{source}: compressed-tensors config without config_groups")
@@ -236,11 +239,11 @@ def _kv_cache(section: dict[str, Any], source: str) -> str | None:
     return f"{kind}{bits}"
 
 
-def _group_size(sizes: set[Any], source: str) -> int | None:
-    known = {size for size in sizes if size is not None}
-    if not all(type(size) is int for size in known) or len(known) > 1:
-        raise CheckpointError(f"{source}: group_size is stated as {', '.join(sorted(map(str, known)))}")
-    return next(iter(known), None)
+def _group_size(sizes: list[Any], source: str) -> int | None:
+    known = [size for size in sizes if size is not None]
+    if not all(type(size) is int for size in known) or len(set(known)) > 1:
+        raise CheckpointError(f"{source}: group_size is stated as {', '.join(map(str, known))}")
+    return known[0] if known else None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
