@@ -69,6 +69,8 @@ def exclusion_unused(checkpoint: Checkpoint) -> Iterator[Hit]:
         return
     kept = {name.rpartition(".")[0] for name in checkpoint.tensors} - checkpoint.linears.keys()
     spellings = {name for module in kept for name in (module, fused_of(module), *shards_of(module)) if name}
+    if _setting(checkpoint, "tie_word_embeddings"):
+        spellings.add("lm_head")  # exporters list the head whether or not it is stored
     for pattern in checkpoint.quant.ignore:
         if not any(map(compiled((pattern,)).match, spellings)):
             yield pattern, "matches no unquantized module"

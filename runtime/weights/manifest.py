@@ -5,6 +5,7 @@ at values, but only those of scales, a sixteenth of the codes: a NaN, zero or ne
 wrong text.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,25 +129,36 @@ def check_scales(infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> 
 
     Args:
         infos: Where the scales lie.
-        tensors: Their values by name, on any one device; read once, with one transfer of two bytes a tensor.
+        tensors: Their values by name, on any one device; read once, with one small transfer for each kind.
 
     Raises:
         CheckpointError: Naming tensor, file, and the offset and value of the first bad element.
     """
     block = [info for info in infos if info.dtype == "F8_E4M3" and info.numel]
-    other = [info for info in infos if info.dtype != "F8_E4M3" and info.numel]
+    scalar = [info for info in infos if info.dtype != "F8_E4M3" and info.numel == 1]
+    vector = [info for info in infos if info.dtype != "F8_E4M3" and info.numel > 1]
     suspects: list[TensorInfo] = []
     if block:
-        extremes = torch.stack([torch.stack(tensors[info.name].view(torch.uint8).aminmax()) for info in block]).cpu()
-        bad = (extremes[:, 0] < _E4M3_SMALLEST) | (extremes[:, 1] > _E4M3_LARGEST)
-        suspects += [info for info, is_bad in zip(block, bad.tolist(), strict=True) if is_bad]
-    if other:
-        # NaN propagates through aminmax, and fails both comparisons.
-        extremes = torch.stack([torch.stack(tensors[info.name].float().aminmax()) for info in other]).cpu()
-        good = (extremes[:, 0] > 0) & (extremes[:, 1] < torch.inf)
-        suspects += [info for info, is_good in zip(other, good.tolist(), strict=True) if not is_good]
+        low, high = _extremes([tensors[info.name].view(torch.uint8) for info in block])
+        suspects += itertools.compress(block, ((low < _E4M3_SMALLEST) | (high > _E4M3_LARGEST)).tolist())
+    if scalar:  # thousands of them: one stack, not an extreme of each
+        values = torch.stack([tensors[info.name].float().reshape(()) for info in scalar]).cpu()
+        suspects += itertools.compress(scalar, (~_good(values, values)).tolist())
+    if vector:
+        suspects += itertools.compress(vector, (~_good(*_extremes([tensors[i.name].float() for i in vector]))).tolist())
     if suspects:
         raise bad_scale(suspects[0], tensors[suspects[0].name], others=len(suspects) - 1)
+
+
+def _extremes(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of each of `tensors`, on the CPU, in one transfer."""
+    low, high = torch.stack([torch.stack(tensor.aminmax()) for tensor in tensors]).cpu().unbind(1)
+    return low, high
+
+
+def _good(low: Tensor, high: Tensor) -> Tensor:
+    # NaN propagates through aminmax, and fails both comparisons.
+    return (low > 0) & (high < torch.inf)
 
 
 def bad_scale(info: TensorInfo, tensor: Tensor, *, others: int = 0) -> CheckpointError:

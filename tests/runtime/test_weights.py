@@ -198,6 +198,24 @@ def test_the_ring_reports_a_short_read(tmp_path: Path) -> None:
         list(pinned.fill(pinned.allocate(infos, torch.device("cpu")), split(infos, CHUNK), 2, torch.device("cpu")))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [1, 8])
+def test_on_a_gpu_every_byte_arrives(checkpoint: Checkpoint, threads: int) -> None:
+    with WeightReader(checkpoint.tensors.values(), device="cuda", threads=threads, chunk=CHUNK) as reads:
+        assert_same({name: reads[name].cpu() for name in reads}, reference(checkpoint.path))
+        assert reads.report is not None
+        assert (reads.report.method, reads.report.threads) == ("pinned", threads)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_bad_scales_are_found(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "c")
+    poke(path, f"{Q}.weight_scale", float("nan"), 5)
+    checkpoint = Checkpoint.open(path)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_scale holds the scale nan .*\(element 5\)"):
+        load_tensors(checkpoint, expectations(checkpoint), device="cuda", progress=False)
+
+
 # ---- manifest -------------------------------------------------------------------------------------------------------
 
 
