@@ -21,7 +21,7 @@ from fp4pipe.runtime.engine.generation_config import eos_ids, read_generation_co
 from fp4pipe.runtime.engine.kv_budget import kv_pages
 from fp4pipe.runtime.engine.pages import Pages
 from fp4pipe.runtime.engine.params import SamplingParams
-from fp4pipe.runtime.engine.request import Collector, Completion, Output, Request
+from fp4pipe.runtime.engine.request import Collector, Completion, ContextExceeded, Output, Request
 from fp4pipe.runtime.engine.sampling import Sampled, sample
 from fp4pipe.runtime.engine.scheduler import Scheduler, Work
 from fp4pipe.runtime.engine.text import Vocabulary
@@ -161,7 +161,8 @@ class Engine:
         """Refuse a request that could never run; safe to call from any thread.
 
         Raises:
-            UsageError: The prompt is empty or has ids outside the vocabulary, or prompt and output exceed the context.
+            UsageError: The prompt is empty or has ids outside the vocabulary.
+            ContextExceeded: Prompt and output do not fit the context or the KV cache.
         """
         vocab = self.model.vocab_size
         if not prompt_ids:
@@ -175,7 +176,7 @@ class Engine:
         if length > self.max_context:
             asked = "at least 1" if params.max_tokens is None else str(params.max_tokens)
             limit = "the context" if self.max_context == self.model.max_context else "the KV cache"
-            raise UsageError(
+            raise ContextExceeded(
                 f"{len(prompt_ids)} prompt tokens and {asked} to generate exceed {limit} of {self.max_context} tokens",
                 fix="shorten the prompt, or lower max_tokens",
             )

@@ -6,9 +6,14 @@ from typing import Literal
 
 from torch import Tensor
 
+from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine.pages import Lease
 from fp4pipe.runtime.engine.params import SamplingParams
 from fp4pipe.runtime.engine.text import TextStream
+
+class ContextExceeded(UsageError):
+    """A prompt and what is to be generated do not fit the context."""
+
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
