@@ -38,8 +38,8 @@ def check_finite(source: Source) -> None:
 def calibrate(model: nn.Module, scheme: Scheme, calibration: CalibrationSet | None, batch_size: int) -> None:
     """Insert ModelOpt's quantizers into `model` and let them see the calibration set.
 
-    No padding enters a statistic: only samples of equal length share a batch. The KV cache is off, because ModelOpt replays
-    layers and a cache would carry state from one replay to the next.
+    No padding enters a statistic: only samples of equal length share a batch. The KV cache is off: ModelOpt may replay
+    layers, and a cache would carry state from one replay to the next.
 
     Args:
         model: In eval mode; quantizers are inserted in place.
@@ -52,7 +52,7 @@ def calibrate(model: nn.Module, scheme: Scheme, calibration: CalibrationSet | No
     """
 
     def forward_loop(model: nn.Module) -> None:
-        assert calibration is not None and not model.training
+        assert calibration is not None
         extra = _without_logits(model)
         with console.progress(calibration.num_tokens, "calibrating", unit="tok") as bar, torch.no_grad():
             for batch in calibration.batches(batch_size):
@@ -111,7 +111,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _without_logits(model: nn.Module) -> dict[str, Any]:
-    """Ask for the last position's logits only, unless the head itself is calibrated: the vocabulary is most of their cost."""
+    """Ask for the last position's logits only, unless the head itself is calibrated: they are costly and not needed."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     calibrated = head is not None and any(True for _ in enabled_quantizers(head))
     can = "logits_to_keep" in inspect.signature(model.forward).parameters

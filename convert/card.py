@@ -41,6 +41,9 @@ def model_card(
         else f"{calibration.num_tokens} tokens of `{calibration.name}` (seed {options.calibration.seed})"
     )
     worst = audit.worst
+    noise = f"mean SQNR {audit.mean_sqnr_db:.1f} dB" + (
+        f", worst {worst.sqnr_db:.1f} dB (`{worst.module}`)" if worst else ""
+    )
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
 ---
@@ -57,10 +60,10 @@ def model_card(
 | Quantized | {len(plan.quantized)} matrices |
 | Not quantized | {", ".join(kept)}{"; by request: " + ", ".join(options.exclude) if options.exclude else ""} |
 | Size | {console.format_bytes(plan.bytes_before)} before, {console.format_bytes(plan.bytes_after)} after |
-| Weights against the source | mean SQNR {audit.mean_sqnr_db:.1f} dB{f", worst {worst.sqnr_db:.1f} dB ({worst.module})" if worst else ""} |
+| Weights against the source | {noise} |
 
-Tensors that are not quantized are the source's byte for byte. `provenance.json` holds the source's fingerprint, the options,
-the digest of the calibration tokens and the versions of everything involved.
+Tensors that are not quantized are the source's byte for byte. `provenance.json` holds the source's fingerprint, the
+options, the digest of the calibration tokens and the versions of everything involved.
 
 ## Serve
 
@@ -69,7 +72,8 @@ fp4pipe validate {name}
 fp4pipe serve {name}
 ```
 
-vLLM, SGLang and TensorRT-LLM read the same directory (`--quantization modelopt_fp4`); NVFP4 activations need a Blackwell GPU.
+vLLM, SGLang and TensorRT-LLM read the same directory (`--quantization modelopt_fp4`); a Blackwell GPU is needed to
+compute with NVFP4 activations.
 """
 
 

@@ -1,4 +1,4 @@
-"""Building the Hugging Face model of a source, empty or with its weights, and refusing kinds that cannot be converted yet."""
+"""Building the Hugging Face model of a source, empty or with its weights, and refusing the kinds not supported."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn
     read_config(source, trust_remote_code)
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 dtype=source_dtype(source),
                 trust_remote_code=trust_remote_code,
@@ -90,6 +90,7 @@ def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn
         raise
     except Exception as error:  # as above
         raise SourceError(f"{source.spec}: the weights cannot be loaded", because=_first_line(error)) from error
+    model, info = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(str(name) for name in info[problem]):
             raise SourceError(

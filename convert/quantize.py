@@ -16,7 +16,8 @@ from fp4pipe.calib_data import CalibrationSet, load_calibration
 from fp4pipe.convert.audit import Audit, audit
 from fp4pipe.convert.calibrate import calibrate, check_finite
 from fp4pipe.convert.card import model_card
-from fp4pipe.convert.export import export, write_json
+from fp4pipe.convert.export import export
+from fp4pipe.convert.mend import write_json
 from fp4pipe.convert.model import load
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.plan import Plan, make_plan

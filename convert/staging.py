@@ -5,7 +5,8 @@
 
 Files go to the hidden sibling ``.NAME.partial-PID``. Its first file is ``INCOMPLETE``, which `Checkpoint.open` refuses;
 it is removed only after the directory has its final name, so a directory without it is complete under either name.
-A lock on ``.NAME.lock`` is held meanwhile: whoever holds it may sweep away all other partial siblings, whose writers are dead.
+A lock on ``.NAME.lock`` is held meanwhile: whoever holds it may sweep away all other partial siblings, because their
+writers are dead.
 """
 
 import ctypes
@@ -17,9 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fp4pipe.errors import UsageError
+from fp4pipe.checkpoint import INCOMPLETE
+from fp4pipe.errors import Fp4pipeError, UsageError
 
-MARKER = "INCOMPLETE"
+_DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -34,6 +36,7 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Raises:
         UsageError: `out` exists and `overwrite` is false, or another process is writing it.
+        Fp4pipeError: The disk is full.
     """
     out = Path(os.path.abspath(out))
     check_output(out, overwrite=overwrite)
@@ -41,16 +44,21 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     with _locked(out):
         for stale in out.parent.glob(_escape(f".{out.name}.partial-") + "*"):
             remove(stale)
-        if (out / MARKER).exists():  # killed between the rename and the removal of the marker
+        if (out / INCOMPLETE).exists():  # killed between the rename and the removal of the marker
             remove(out)
         staging = out.parent / f".{out.name}.partial-{os.getpid()}"
         staging.mkdir()
         try:
-            (staging / MARKER).write_text("This directory is being written; it is no checkpoint yet.\n")
-            _sync(staging / MARKER)
+            (staging / INCOMPLETE).write_text("This directory is being written; it is no checkpoint yet.\n")
+            _sync(staging / INCOMPLETE)
             _sync(staging)
             yield staging
             _publish(staging, out)
+        except Exception as error:
+            if (because := _disk_trouble(error)) is None:
+                raise
+            what = f"{out} cannot be written"
+            raise Fp4pipeError(what, because=because, fix="free space there, or another --out") from error
         finally:
             remove(staging)
 
@@ -65,7 +73,7 @@ def check_output(out: Path, *, overwrite: bool) -> None:
         return
     if not out.is_dir() or out.is_symlink():
         raise UsageError(f"{out} exists and is no directory")
-    if (out / MARKER).exists() or not any(out.iterdir()):
+    if (out / INCOMPLETE).exists() or not any(out.iterdir()):
         return
     if not overwrite:
         raise UsageError(f"{out} already exists", fix="another --out, or --overwrite to replace it")
@@ -74,20 +82,29 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Delete a directory so that it never looks like a checkpoint on the way: what names the weights goes first, the marker last."""
+    """Delete a directory so that it never looks like a checkpoint on the way: a marker is put first, and goes last."""
     if not directory.is_dir():
         return
     with suppress(OSError):
-        (directory / MARKER).touch()
+        (directory / INCOMPLETE).touch()
     for child in directory.iterdir():
-        if child.name == MARKER:
+        if child.name == INCOMPLETE:
             continue
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child, ignore_errors=True)
         else:
             child.unlink(missing_ok=True)
-    (directory / MARKER).unlink(missing_ok=True)
+    (directory / INCOMPLETE).unlink(missing_ok=True)
     directory.rmdir()
+
+
+def _disk_trouble(error: Exception) -> str | None:
+    """What the operating system said, if `error` is about a full disk; safetensors wraps it in a class of its own."""
+    if isinstance(error, Fp4pipeError):
+        return None
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return os.strerror(error.errno)
+    return next((os.strerror(code) for code in _DISK_FULL if os.strerror(code) in str(error)), None)
 
 
 def _publish(staging: Path, out: Path) -> None:
@@ -99,7 +116,7 @@ def _publish(staging: Path, out: Path) -> None:
     else:
         os.rename(staging, out)
     _sync(out.parent)
-    (out / MARKER).unlink()
+    (out / INCOMPLETE).unlink()
     _sync(out)
 
 

@@ -1,0 +1,67 @@
+"""ModelOpt's NVFP4 fake quantization on machines without CUDA.
+
+ModelOpt calibrates and exports on a CPU, but its quantize-dequantize kernels for activations are CUDA only. Its backend
+hook lets us supply that step. It takes the scales from ModelOpt's own tensor functions and shares nothing with this
+project's numerics, which are tested against it. It is put on input quantizers only: on weight quantizers it would
+silently switch off ModelOpt's scale searches.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4pipe.convert.quiet import quiet
+from fp4pipe.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX
+
+BACKEND = "fp4pipe_nvfp4"
+
+
+def register_backend() -> str:
+    """Make the backend known to ModelOpt, once; returns its name, for ``cfg["backend"]``."""
+    with quiet():
+        from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
+            is_registered_quant_backend,
+            register_quant_backend,
+        )
+
+        if not is_registered_quant_backend(BACKEND):
+            register_quant_backend(BACKEND, _fake_quantize)
+    return BACKEND
+
+
+def round_weight(weight: Tensor, global_scale: Tensor) -> Tensor:
+    """A weight ``[N, K]`` packed and unpacked by ModelOpt, float32.
+
+    Args:
+        weight: Floating, ``K % 16 == 0``.
+        global_scale: float32 scalar, amax / (6 * 448).
+    """
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    packed: Any
+    packed, block_scale, global_scale = NVFP4QTensor.quantize(weight, BLOCK, weights_scaling_factor_2=global_scale)
+    return packed.dequantize(dtype=torch.float32, scale=block_scale, double_scale=global_scale, block_sizes={-1: BLOCK})
+
+
+def round_activation(x: Tensor, global_scale: Tensor) -> Tensor:
+    """What `round_weight` gives for ``[..., K]``, value for value, without packing: several times faster.
+
+    Rounding to E2M1 is rounding to a multiple of the spacing at that magnitude (0.5 below 2, 1 below 4, then 2); ties
+    go to the even multiple, which is the even code.
+    """
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    block_scale, _ = NVFP4QTensor.get_weights_scaling_factor(x, BLOCK, global_scale)
+    scale = (block_scale.float() * global_scale).unsqueeze(-1)
+    scaled = x.unflatten(-1, (-1, BLOCK)) / scale
+    magnitude = scaled.abs()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    rounded = ((magnitude / spacing).round() * spacing).clamp(max=E2M1_MAX)
+    return (torch.copysign(rounded, scaled) * scale).flatten(-2)
+
+
+def _fake_quantize(inputs: Tensor, quantizer: Any) -> Tensor:
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    rounded = round_activation(rows, quantizer.amax.float() / (E2M1_MAX * E4M3_MAX))
+    return rounded.view(inputs.shape).to(inputs.dtype)
