@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from fp4pipe import nvfp4
 from fp4pipe.checkpoint import Checkpoint, survey
 from fp4pipe.errors import CheckpointError
-from tests.fp4pipe.bad_checkpoints import (
-    DAMAGES,
+from tests.fp4pipe.bad_checkpoints import DAMAGES, Damage
+from tests.fp4pipe.checkpoints import (
     LAYERS,
     LINEARS,
     SHARD1,
-    Damage,
     Q,
     edit_json,
     edit_tensors,

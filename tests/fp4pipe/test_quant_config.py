@@ -8,7 +8,7 @@ import pytest
 from fp4pipe.errors import CheckpointError
 from fp4pipe.exclusions import is_excluded
 from fp4pipe.quant_config import QuantConfig, parse_section, read_quant_config
-from tests.fp4pipe.bad_checkpoints import quant_section, write_json
+from tests.fp4pipe.checkpoints import quant_section, write_json
 
 LAYER = "model.layers.3"
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fp4pipe.errors import CheckpointError
 from fp4pipe.safetensors_file import DTYPES, read_header, read_tensor
-from tests.fp4pipe.bad_checkpoints import raw_file
+from tests.fp4pipe.checkpoints import raw_file
 
 
 def entry(dtype: Any = "U8", shape: Any = (4,), start: Any = 0, end: Any = 4) -> dict[str, Any]:

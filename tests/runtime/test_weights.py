@@ -17,7 +17,8 @@ from fp4pipe.runtime.weights import Expected, Manifest, WeightReader, expected_o
 from fp4pipe.runtime.weights import device as pinned
 from fp4pipe.runtime.weights.ranges import split
 from fp4pipe.safetensors_file import TensorInfo, read_header
-from tests.fp4pipe.bad_checkpoints import BAD_SCALES, SHARD1, Q, poke, raw_file, write_checkpoint
+from tests.fp4pipe.bad_checkpoints import BAD_SCALES
+from tests.fp4pipe.checkpoints import SHARD1, Q, poke, raw_file, write_checkpoint
 
 CHUNK = 4096
 
