@@ -42,7 +42,7 @@ def read_config(path: Path) -> PretrainedConfig:
             f"{path / 'config.json'} is not a configuration transformers knows", because=str(error)
         ) from error
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     _refuse_unsupported(config)
     return config
 

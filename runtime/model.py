@@ -145,4 +145,6 @@ def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: t
         return _DTYPES[dtype]
     if dtype != "auto":
         raise UsageError(f"--dtype {dtype} is unknown", fix=f"--dtype auto|{'|'.join(_DTYPES)}")
-    return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
+    if device.type == "cpu":
+        return torch.float32
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor import CompiledArtifact, standalone_compile
+from torch._inductor import standalone_compile
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses import FakeTensorMode
 
 Compiled = Callable[..., Any]

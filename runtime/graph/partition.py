@@ -66,10 +66,10 @@ class Program:
 def partition(traced: Traced) -> Program:
     """Cut `traced` at every attention call, keeping the order of its nodes."""
     graph = traced.graph
-    output: fx.Node = graph.output_node().args[0][0]  # type: ignore[assignment,index]
+    (output,) = graph.output_node().all_input_nodes
     segments, calls = _cut(graph)
     home = {node: index for index, nodes in enumerate(segments) for node in nodes}
-    blanks = {call.args[3] for call in calls}
+    blanks = {out for call in calls if isinstance(out := call.args[3], fx.Node)}
     for index, call in enumerate(calls):
         home[call] = index  # read together with the piece before it, which must write what it reads
 
@@ -101,8 +101,8 @@ def _cut(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[fx.Node]]:
 
 
 def _attention_call(node: fx.Node) -> AttentionCall:
-    q, k, v, out, layer, scale, window = node.args
-    return AttentionCall(q.name, k.name, v.name, out.name, layer, scale, window)  # type: ignore[union-attr,arg-type]
+    arguments: list[Any] = [a.name if isinstance(a, fx.Node) else a for a in node.args]
+    return AttentionCall(*arguments)
 
 
 def _piece(traced: Traced, nodes: list[fx.Node], crossing: set[fx.Node]) -> Piece:

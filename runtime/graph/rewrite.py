@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -106,62 +106,77 @@ def _is_pure(node: fx.Node) -> bool:
 
 def fuse_siblings(traced: Traced) -> int:
     """Make NVFP4 products that share their activations (q/k/v, gate/up) one product over stacked rows."""
-    groups: dict[Hashable, list[fx.Node]] = {}
+    groups: dict[Hashable, list[_Product]] = {}
     for node in traced.graph.nodes:
-        count = _GEMMS.get(operator_name(node) or "")
-        if count is not None:
-            arguments = _positional(node)
-            others = arguments[count + 4 : -1]
-            groups.setdefault((node.target, *arguments[:count], *others, arguments[-1] is None), []).append(node)
-    return sum(_fuse(traced, nodes) for nodes in groups.values() if len(nodes) > 1)
+        if operator_name(node) in _GEMMS:
+            product = _Product.of(node, traced)
+            kind = (node.target, *product.activations, *product.options, product.bias is None)
+            groups.setdefault(kind, []).append(product)
+    return sum(_fuse(traced, products) for products in groups.values() if len(products) > 1)
 
 
-def _positional(node: fx.Node) -> tuple[Any, ...]:
-    """All arguments of an operator's node in schema order, defaults filled in."""
-    target: Any = node.target
-    schema = (target.default if isinstance(target, torch._ops.OpOverloadPacket) else target)._schema
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    return tuple(given.get(a.name, a.default_value) for a in schema.arguments)
+class _Product(NamedTuple):
+    """An NVFP4 product's node, taken apart."""
+
+    node: fx.Node
+    activations: tuple[fx.Node, ...]
+    weight_node: fx.Node
+    weight: PreparedWeight
+    options: tuple[Any, ...]
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, node: fx.Node, traced: Traced) -> "_Product":
+        target: Any = node.target
+        schema = (target.default if isinstance(target, torch._ops.OpOverloadPacket) else target)._schema
+        given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+        arguments = tuple(given.get(a.name, a.default_value) for a in schema.arguments)
+        count = _GEMMS[operator_name(node) or ""]
+        w, w_scales, alpha, rows, *options, bias = arguments[count:]
+        weights = traced.weights
+        shard = PreparedWeight(weights[w.name], weights[w_scales.name], weights[alpha.name], rows)
+        return cls(node, arguments[:count], w, shard, tuple(options), None if bias is None else weights[bias.name])
 
 
-def _fuse(traced: Traced, nodes: list[fx.Node]) -> int:
-    """Replace `nodes` by one product and a slice of its columns for each; 0 when their weights do not stack."""
-    graph, weights = traced.graph, traced.weights
-    count = _GEMMS[operator_name(nodes[0]) or ""]
-    arguments = [_positional(node) for node in nodes]
-    shards = [PreparedWeight(*(weights[a.name] for a in args[count:][:3]), args[count + 3]) for args in arguments]
-    fused = fuse_rows(shards)
-    if fused is None:
+def _fuse(traced: Traced, products: list[_Product]) -> int:
+    """Replace `products` by one and a slice of its columns for each; 0 when their weights do not stack."""
+    stacked = fuse_rows([product.weight for product in products])
+    if stacked is None:
         return 0
-    biases = None if arguments[0][-1] is None else [weights[args[-1].name] for args in arguments]
-    for part in range(2):
-        _point_into(fused[part], [shard[part] for shard in shards])
-    first = arguments[0]
-    place = first[count]
-    new_weights = [_placeholder(traced, place, f"{place.name}_x{len(nodes)}_{i}", fused[i]) for i in range(3)]
-    bias = None
-    if biases is not None:
-        bias = _placeholder(traced, place, f"{place.name}_x{len(nodes)}_bias", torch.cat(biases))
-    call = (*first[:count], *new_weights, fused.out_features, *first[count + 4 : -1], bias)
-    with graph.inserting_before(nodes[0]):
-        product = _call(traced, nodes[0].target, call)
+    node, activations, place, _, options, _ = products[0]
+    w = _stack_in_place([product.weight.w for product in products], stacked.w)
+    w_scales = _stack_in_place([product.weight.w_scales for product in products], stacked.w_scales)
+    biases = [product.bias for product in products if product.bias is not None]
+
+    def placeholder(leaf: str, weight: Tensor) -> fx.Node:
+        return _placeholder(traced, place, f"{place.name}_x{len(products)}_{leaf}", weight)
+
+    weight = (placeholder("w", w), placeholder("w_scales", w_scales), placeholder("alpha", stacked.alpha))
+    bias = placeholder("bias", torch.cat(biases)) if biases else None
+    with traced.graph.inserting_before(node):
+        whole = _call(traced, node.target, (*activations, *weight, stacked.out_features, *options, bias))
         start = 0
-        for node, shard in zip(nodes, shards, strict=True):
-            columns = (slice(None), slice(start, start + shard.out_features))
-            node.replace_all_uses_with(_call(traced, operator.getitem, (product, columns)))
-            graph.erase_node(node)
-            start += shard.out_features
-    return len(nodes) - 1
+        for product in products:
+            columns = (slice(None), slice(start, start + product.weight.out_features))
+            product.node.replace_all_uses_with(_call(traced, operator.getitem, (whole, columns)))
+            traced.graph.erase_node(product.node)
+            start += product.weight.out_features
+    return len(products) - 1
 
 
-def _point_into(fused: Tensor, shards: list[Tensor]) -> None:
-    """Let each shard be a view of its rows in `fused`, so that the model's own modules hold no second copy."""
-    start = 0
-    for shard in shards:
-        rows = shard.shape[0]
-        if shard.numel():
-            shard.data = fused[start : start + rows]
-        start += rows
+def _stack_in_place(shards: list[Tensor], stacked: Tensor) -> Tensor:
+    """Let each shard be a view of its rows in `stacked`, so that the model's own modules hold no second copy.
+
+    Returns:
+        `stacked`, or the tensor that the shards are views of already, from another trace of the model.
+    """
+    ends = [shard.data_ptr() + shard.nbytes for shard in shards]
+    one_storage = len({shard.untyped_storage().data_ptr() for shard in shards}) == 1
+    if one_storage and all(end == shard.data_ptr() for end, shard in zip(ends, shards[1:], strict=False)):
+        return shards[0].as_strided(stacked.shape, stacked.stride())
+    for shard, rows in zip(shards, stacked.split([shard.shape[0] for shard in shards]), strict=True):
+        shard.data = rows
+    return stacked
 
 
 def _placeholder(traced: Traced, before: fx.Node, name: str, weight: Tensor) -> fx.Node:
