@@ -33,8 +33,13 @@ UNQUANTIZED = "unquantized"
 class Reference(Protocol):
     """An independent implementation of the checkpoint, such as ModelOpt's fake-quantized model."""
 
-    activations: bool
-    """Quantize activations too (W4A4), or weights only."""
+    @property
+    def activations(self) -> bool:
+        """Quantize activations too (W4A4), or weights only."""
+        ...
+
+    @activations.setter
+    def activations(self, value: bool) -> None: ...
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """int64 ``[1, T]`` to float32 ``[T, V]``."""
