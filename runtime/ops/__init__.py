@@ -13,7 +13,7 @@ Importing this package imports PyTorch and nothing heavier; Triton, a CUDA compi
 only when an operator first meets a CUDA tensor.
 """
 
-from fp4pipe.runtime.ops import reference, schema
+from fp4pipe.runtime.ops import gpu, reference, schema
 from fp4pipe.runtime.ops.backend import MODES, backend_for, resolve_mode
 from fp4pipe.runtime.ops.forms import PreparedWeight, fuse_rows, prepare_weight
 from fp4pipe.runtime.ops.linear import NVFP4Linear
@@ -24,6 +24,7 @@ __all__ = [
     "PreparedWeight",
     "backend_for",
     "fuse_rows",
+    "gpu",
     "prepare_weight",
     "reference",
     "resolve_mode",

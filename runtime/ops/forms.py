@@ -1,12 +1,17 @@
 """Forms a weight takes: as stored in the checkpoint, and as each backend's kernels read it. Made once, at load."""
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4pipe.errors import Unavailable
+from fp4pipe.runtime.ops.backend import capability
 from fp4pipe.runtime.ops.reference import weight_values
+from fp4pipe.runtime.ops.tiled import TILE, pack_tiled
 
 
 class PreparedWeight(NamedTuple):
@@ -19,18 +24,32 @@ class PreparedWeight(NamedTuple):
 
 
 def prepare_weight(weight: PreparedWeight, device: torch.device | str) -> PreparedWeight:
-    """Move a stored `weight` to `device` in the form its kernels read.
+    """Move a stored `weight` to `device` in the form its kernels read; a prepared one is only moved.
 
     On a CPU that is float32 ``code value x block scale``: eight times the bytes, so that no product decodes anything.
+    On SM90 it is the tiled form, if the kernels can be built; elsewhere the weight stays as stored.
     """
     device = torch.device(device)
-    moved = PreparedWeight(
-        weight.w.to(device), weight.w_scales.to(device), weight.alpha.to(device), weight.out_features
-    )
-    if device.type != "cpu" or moved.w.is_floating_point():
-        return moved
-    empty = moved.w_scales.new_empty(0)
-    return PreparedWeight(weight_values(moved.w, moved.w_scales), empty, moved.alpha, moved.out_features)
+    w, w_scales, alpha = (tensor.to(device) for tensor in weight[:3])
+    if w.dtype == torch.uint8 and device.type == "cpu":
+        w, w_scales = weight_values(w, w_scales), w_scales.new_empty(0)
+    elif w.dtype == torch.uint8 and capability(device) == (9, 0) and hopper_kernels(device):
+        w, w_scales = pack_tiled(w, w_scales), w_scales.new_empty(0)
+    return PreparedWeight(w, w_scales, alpha, weight.out_features)
+
+
+@cache
+def hopper_kernels(device: torch.device) -> bool:
+    """Whether the SM90 kernels can be built here; builds them and makes their workspace. Warns once if not."""
+    from fp4pipe.runtime.ops import build, hopper
+
+    try:
+        build.load_library()
+    except Unavailable as error:
+        warnings.warn(str(error), stacklevel=2)
+        return False
+    hopper.workspace(device)
+    return True
 
 
 def fuse_rows(weights: Sequence[PreparedWeight]) -> PreparedWeight | None:
@@ -45,7 +64,7 @@ def fuse_rows(weights: Sequence[PreparedWeight]) -> PreparedWeight | None:
     """
     first = weights[0]
     for each in weights:
-        rows_per_entry = 1 if each.w.dtype != torch.int32 else 16
+        rows_per_entry = TILE if each.w.dtype == torch.int32 else 1
         padded = each.w.shape[0] * rows_per_entry != each.out_features
         if padded or each.w.dtype != first.w.dtype or each.w.shape[1:] != first.w.shape[1:]:
             return None

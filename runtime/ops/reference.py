@@ -11,6 +11,7 @@ from torch.nn.functional import embedding, linear
 
 from fp4pipe.nvfp4 import BLOCK, decode_e2m1, quantize_activation, swizzle_scales, unpack, unswizzle_scales
 from fp4pipe.runtime.ops.schema import LIBRARY
+from fp4pipe.runtime.ops.tiled import tiled_values
 
 
 @cache
@@ -29,14 +30,14 @@ def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def weight_values(w: Tensor, w_scales: Tensor) -> Tensor:
-    """Code value x block scale as float32 ``[N, K]``, from the stored or the folded form."""
+    """Code value x block scale as float32 ``[N, K]``, padded as the form is padded."""
     if w.is_floating_point():
         return w.float()
-    return dequantize_rows(w, w_scales)
+    return tiled_values(w) if w.dtype == torch.int32 else dequantize_rows(w, w_scales)
 
 
 def _matmul(x: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    out = linear(x, weight_values(w, w_scales)[:out_features]) * alpha
+    out = linear(x, weight_values(w, w_scales)[:out_features, : x.shape[1]]) * alpha
     return out if bias is None else out + bias.float()
 
 

@@ -7,7 +7,7 @@ form           ``w``                      ``w_scales``          made by
 =============  =========================  ====================  ===================================================
 stored         uint8 ``[N, K/2]``         e4m3 ``[N, K/16]``    the checkpoint
 folded         floating ``[N, K]``        empty ``[0]``         `forms.prepare_weight`, CPU: code value x block scale
-tiled          int32 ``[N/16, ...]``      uint8 ``[N/16, ...]`` `forms.prepare_weight`, SM80 to SM90
+tiled          int32 ``[N/64, K/64, 576]`` empty ``[0]``        `forms.prepare_weight`, SM90: see `tiled`
 =============  =========================  ====================  ===================================================
 
 ``out_features`` is explicit because a prepared weight may be padded. ``alpha`` (float32, ``[1]`` or ``[N]``) carries

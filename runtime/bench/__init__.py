@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, loading and serving, with floors and peers in the same table."""

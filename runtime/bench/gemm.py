@@ -1,0 +1,168 @@
+"""`fp4pipe bench gemm`: our products beside cuBLAS and the floor, by CUDA graph replay over rotating weights.
+
+A graph holds one call a weight copy, with enough copies that none is still in L2 when its turn comes again; a row's
+time is the median replay over the number of calls.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4pipe.errors import Unavailable
+from fp4pipe.nvfp4 import dequantize_blocks, quantize_weight
+from fp4pipe.runtime.ops import PreparedWeight, prepare_weight
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Rows and columns of Llama-3.1-8B's linear layers, fused as the runtime fuses them."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROTATE_BYTES = 256 << 20
+READ_BANDWIDTH = 4.46e12
+"""Bytes a second an H200 reads, measured; floors of other devices are relative to this one."""
+BF16_FLOPS = 780e12
+"""Dense bf16 rate of an H200, measured."""
+
+
+def replay_us(calls: list[Callable[[], object]], replays: int = 12) -> float:
+    """Microseconds one of `calls` takes when all are replayed in order from one CUDA graph: median over replays."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for index in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if index >= 3:
+            times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def floor_us(tokens: int, rows: int, columns: int) -> float:
+    """Least time of a W4A16 product: bytes over read bandwidth, or operations over the bf16 rate."""
+    moved = rows * columns * 0.5625 + 2 * tokens * (rows + columns)
+    return max(moved / READ_BANDWIDTH, 2 * tokens * rows * columns / BF16_FLOPS) * 1e6
+
+
+class Shape:
+    """One layer's weight, as many copies as rotation needs, and the exact product to compare with."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        torch.manual_seed(rows + columns)
+        quantized = quantize_weight(torch.randn(rows, columns, device="cuda") * 0.02)
+        self.values = dequantize_blocks(quantized.codes, quantized.block_scale)
+        self.global_scale = quantized.global_scale
+        stored = PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), rows)
+        one = prepare_weight(stored, "cuda")
+        self.weights = [one._replace(w=one.w.clone()) for _ in range(self._copies(one.w.nbytes))]
+
+    @staticmethod
+    def _copies(size: int) -> int:
+        return max(2, -(-ROTATE_BYTES // size))
+
+    def relative_error(self, x: Tensor, out: Tensor) -> float:
+        """Of up to 512 rows of `out`, against the product in float64."""
+        keep = slice(None) if x.shape[0] <= 512 else torch.randperm(x.shape[0], device="cuda")[:512]
+        exact = x[keep].double() @ self.values.double().T * self.global_scale.double()
+        return float((out[keep].double() - exact).norm() / exact.norm())
+
+    def w4a16(self, x: Tensor) -> tuple[float, float]:
+        """Microseconds and relative error of ``fp4_gemm_w4a16``."""
+        op = torch.ops.fp4pipe.fp4_gemm_w4a16
+        return replay_us([lambda w=w: op(x, *w) for w in self.weights]), self.relative_error(x, op(x, *self.weights[0]))
+
+    def w4a4_emulated(self, x: Tensor) -> tuple[float, float]:
+        """Microseconds and relative error, against the exact product of quantized operands, of quantize and GEMM."""
+        scale = x.float().abs().amax() / (6 * 448)
+        quantize, gemm = torch.ops.fp4pipe.fp4_quantize, torch.ops.fp4pipe.fp4_gemm
+
+        def both(w: PreparedWeight) -> Tensor:
+            return gemm(*quantize(x, scale), *w, torch.bfloat16)
+
+        codes, scales = quantize(x, scale)
+        return replay_us([lambda w=w: both(w) for w in self.weights]), self.relative_error(
+            dequantize_blocks(codes, scales), both(self.weights[0])
+        )
+
+    def cublas_us(self, tokens: Iterable[int], dtype: torch.dtype) -> dict[int, float]:
+        """Microseconds of cuBLAS with a bf16 or e4m3 weight, by token count."""
+        base = (self.values * 0.02).to(dtype)
+        copies = [base.clone() for _ in range(self._copies(base.nbytes))]
+        one = torch.ones((), device="cuda")
+        times = {}
+        for count in tokens:
+            x = torch.randn(count, self.columns, device="cuda").to(dtype)
+            if dtype == torch.bfloat16:
+                calls = [lambda w=w, x=x: torch.mm(x, w.T) for w in copies]
+            else:
+                calls = [
+                    lambda w=w, x=x: torch._scaled_mm(
+                        x, w.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+                    )
+                    for w in copies
+                ]
+            times[count] = replay_us(calls)
+        return times
+
+
+def bench_gemm(
+    shapes: dict[str, tuple[int, int]] | None = None,
+    tokens: Iterable[int] = TOKENS,
+    modes: Iterable[str] = ("w4a16", "w4a4_emulated"),
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Time every mode at every shape and token count on the current GPU.
+
+    Args:
+        shapes: Name to (N, K); Llama-3.1-8B's by default.
+        tokens: Values of M.
+        modes: Of ``w4a16`` and ``w4a4_emulated``.
+        report: Called with each row as it is measured.
+
+    Returns:
+        ``{device, versions, date, command, rows}``; a row is ``{name, N, K, M, mode, us, bf16_us, fp8_us, floor_us,
+        rel_error}``.
+
+    Raises:
+        Unavailable: No CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise Unavailable("bench gemm needs a CUDA GPU", because="PyTorch sees none")
+    tokens, rows = tuple(tokens), []
+    for name, (n, k) in (shapes or SHAPES).items():
+        shape = Shape(n, k)
+        bf16 = shape.cublas_us(tokens, torch.bfloat16)
+        has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+        fp8 = shape.cublas_us(tokens, torch.float8_e4m3fn) if has_fp8 else {}
+        for count in tokens:
+            x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
+            for mode in modes:
+                us, error = getattr(shape, mode)(x)
+                row = {"name": name, "N": n, "K": k, "M": count, "mode": mode, "us": us, "bf16_us": bf16[count]}
+                row |= {"fp8_us": fp8.get(count), "floor_us": floor_us(count, n, k), "rel_error": error}
+                rows.append(row)
+                report(row)
+        del shape
+        torch.cuda.empty_cache()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "rows": rows,
+    }

@@ -1,0 +1,147 @@
+"""The operators on a GPU: against float64 and the CPU reference, at awkward shapes, repeated, in poisoned memory."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from fp4pipe import nvfp4
+from fp4pipe.runtime import ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+SHAPES = [(6144, 4096), (576, 576), (192, 576), (1536, 576), (576, 1536), (896, 4864), (1000, 208), (40, 48), (8, 16)]
+TOKENS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129, 255, 256, 257, 300, 1000, 1025]
+
+
+def make(rows: int, columns: int) -> tuple[nvfp4.NVFP4Tensor, Tensor]:
+    """A weight with subnormal and zero block scales among others, and its exact values without the global scale."""
+    torch.manual_seed(rows * columns)
+    weight = torch.randn(rows, columns, device="cuda")
+    weight[0] *= 2.0**-16
+    weight[rows // 2, :16] = 0
+    quantized = nvfp4.quantize_weight(weight)
+    assert quantized.block_scale[0].float().max() < 2.0**-6
+    return quantized, nvfp4.dequantize_blocks(quantized.codes, quantized.block_scale).double()
+
+
+def poison(shape: tuple[int, ...]) -> None:
+    """Leave NaN in the memory the next allocation of `shape` in bf16 is likely to get."""
+    torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+def check(out: Tensor, exact: Tensor) -> None:
+    assert torch.isfinite(out).all()
+    error = (out.double() - exact).norm(dim=0) / exact.norm(dim=0).clamp(min=1e-30)
+    assert float(error.max()) < 8e-3, f"output column {int(error.argmax())}: relative error {float(error.max()):.1e}"
+    assert float((out.double() - exact).norm() / exact.norm()) < 2.5e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", ["stored", "prepared"])
+def test_w4a16(shape: tuple[int, int], form: str) -> None:
+    rows, columns = shape
+    quantized, values = make(rows, columns)
+    alpha = torch.rand(rows, device="cuda") * 1e-3 + 1e-4
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    weight = ops.PreparedWeight(quantized.codes, quantized.block_scale, alpha, rows)
+    if form == "prepared":
+        weight = ops.prepare_weight(weight, "cuda")
+    one = weight._replace(alpha=quantized.global_scale.reshape(1))
+    for tokens in TOKENS:
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        product = x.double() @ values.T
+        poison((tokens, rows))
+        check(torch.ops.fp4pipe.fp4_gemm_w4a16(x, *one), product * quantized.global_scale.double())
+        poison((tokens, rows))
+        out = torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight, bias)
+        check(out, product * alpha.double() + bias.double())
+        for _ in range(3):
+            assert torch.equal(out, torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight, bias)), (
+                f"{tokens} tokens: not repeatable"
+            )
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 65, 128, 200, 300])
+def test_every_plan(tokens: int) -> None:
+    from fp4pipe.runtime.ops import hopper, plans
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("SM90 kernels")
+    for rows, columns in ((4096, 4096), (1000, 1040)):
+        quantized, values = make(rows, columns)
+        alpha = torch.rand(rows, device="cuda") + 0.5
+        weight = ops.prepare_weight(ops.PreparedWeight(quantized.codes, quantized.block_scale, alpha, rows), "cuda")
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ values.T * alpha.double()
+        count = hopper.processors(x.device)
+        for plan in plans.candidates(tokens, rows, columns, count):
+            poison((tokens, rows))
+            out = hopper.gemm(x, weight.w, alpha, rows, None, plan)
+            check(out, exact)
+            assert torch.equal(out, hopper.gemm(x, weight.w, alpha, rows, None, plan)), plan
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_quantize_is_bit_identical(dtype: torch.dtype, swizzled: bool) -> None:
+    for rows, columns in ((1, 16), (5, 48), (37, 176), (130, 80), (257, 4096)):
+        x = torch.randn(rows, columns) * torch.logspace(-8, 3, rows).unsqueeze(1)
+        x[0, :16] = 0
+        x[-1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 0.5, 1, 1.5, 2, 3, 4, -0.25, -5])
+        x = x.to(dtype)
+        for scale in (1 / 448, float(x.abs().max()) / 2688, 1.0, 1e-3, 3e-5):
+            scale = torch.tensor(scale)
+            want = torch.ops.fp4pipe.fp4_quantize(x, scale, swizzled)
+            got = torch.ops.fp4pipe.fp4_quantize(x.cuda(), scale.cuda(), swizzled)
+            assert torch.equal(got[0].cpu(), want[0])
+            assert torch.equal(got[1].view(torch.uint8).cpu(), want[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 130])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_emulated_w4a4(tokens: int, swizzled: bool) -> None:
+    quantized, values = make(192, 576)
+    x = torch.randn(tokens, 576, device="cuda", dtype=torch.bfloat16)
+    scale = nvfp4.global_scale_of(x.abs().amax())
+    alpha = (quantized.global_scale * scale).reshape(1)
+    weight = ops.prepare_weight(ops.PreparedWeight(quantized.codes, quantized.block_scale, alpha, 192), "cuda")
+    codes, scales = torch.ops.fp4pipe.fp4_quantize(x, scale, swizzled)
+    out = torch.ops.fp4pipe.fp4_gemm(codes, scales, *weight, torch.bfloat16)
+    exact = nvfp4.dequantize_blocks(*nvfp4.quantize_activation(x, scale)).double() @ values.T * alpha.double()
+    check(out, exact)
+
+
+def test_float32_activations_take_the_exact_path() -> None:
+    quantized, values = make(192, 576)
+    stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 192)
+    x = torch.randn(5, 576, device="cuda")
+    for weight in (stored, ops.prepare_weight(stored, "cuda")):
+        out = torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight)
+        exact = x.double() @ values.T * quantized.global_scale.double()
+        assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
+
+
+def test_opcheck() -> None:
+    quantized, _ = make(192, 576)
+    stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 192)
+    x = torch.randn(5, 576, device="cuda", dtype=torch.bfloat16)
+    opcheck(torch.ops.fp4pipe.fp4_quantize.default, (x, torch.tensor(1e-3, device="cuda")))
+    opcheck(torch.ops.fp4pipe.fp4_gemm_w4a16.default, (x, *ops.prepare_weight(stored, "cuda")))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_graph_replay_equals_eager(tokens: int) -> None:
+    quantized, _ = make(576, 1536)
+    stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 576)
+    weight = ops.prepare_weight(stored, "cuda")
+    x = torch.randn(tokens, 1536, device="cuda", dtype=torch.bfloat16)
+    chain = [torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight) for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.ops.fp4pipe.fp4_gemm_w4a16(x * 1, *weight)  # its input comes from the kernel before it
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(captured, torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight))
+    assert torch.equal(*chain)
