@@ -39,7 +39,9 @@ def gguf_to_hf(gguf: Path, out: Path) -> None:
     file = GGUFFile(gguf)
     family = family_of(file)
     tokenizer = build_tokenizer(file)
-    config = build_config(file, tied=head_is_tied(file), token_ids=tokenizer.ids)
+    # Ids the model lacks are said to be absent, for a config class may have defaults of another vocabulary.
+    token_ids = {key: tokenizer.ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = build_config(file, tied=head_is_tied(file), token_ids=token_ids)
     largest = tokenizer.backend.get_vocab_size()
     if largest > config.vocab_size:
         raise SourceError(f"{gguf.name}: {largest} tokens but only {config.vocab_size} rows in token_embd.weight")

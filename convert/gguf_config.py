@@ -1,6 +1,7 @@
 """The Hugging Face config of a GGUF model, from its metadata and the presence of tensors."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,11 @@ def _common(file: GGUFFile) -> dict[str, Any]:
         raise SourceError(f"{file.path.name}: tensor token_embd.weight is missing")
     if hidden < 1 or heads < 1:
         raise SourceError(f"{file.path.name}: embedding_length is {hidden} and head_count {heads}")
+    blocks = {int(name.split(".")[1]) for name in file.tensors if re.match(r"blk\.\d+\.", name)}
+    layers = _one(file, "{arch}.block_count")
+    if layers != len(blocks) or blocks != set(range(layers)):
+        found = ", ".join(map(str, sorted(blocks)[:8])) + (", ..." if len(blocks) > 8 else "")
+        raise SourceError(f"{file.path.name}: metadata says {layers} blocks, and there are tensors of blocks {found}")
     head_dim = _one(file, "{arch}.attention.key_length", hidden // heads)
     value_dim = _one(file, "{arch}.attention.value_length", head_dim)
     rotary = _one(file, "{arch}.rope.dimension_count", head_dim)
@@ -178,7 +184,7 @@ def _common(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": _one(file, "{arch}.feed_forward_length"),
-        "num_hidden_layers": _one(file, "{arch}.block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _one(file, "{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,

@@ -19,7 +19,7 @@ from fp4pipe.errors import SourceError
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -145,6 +145,8 @@ class _Cursor:
     def value(self, kind: int, what: str) -> Any:
         if kind == _STRING:
             return self.string(what)
+        if kind == _FLOAT32:  # the shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06
+            return float(str(np.float32(self.scalar("<f", what))))
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind], what)
         if kind != _ARRAY:

@@ -30,14 +30,28 @@ def _cased(suffix: str, digits: str) -> str:
     return f"{words}|{digits}|{_CASED_SYMBOLS}|{_TAIL}"
 
 
+def _code_points(ranges: str) -> str:
+    """A character class from hexadecimal code points and ranges."""
+    return "[" + "".join("-".join(rf"\x{{{end}}}" for end in part.split("-")) for part in ranges.split()) + "]"
+
+
 _DEEPSEEK_V3_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-_DEEPSEEK_LLM_LETTERS = (
-    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄ"
-    r"ῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+# Code points, in hex: expressions with the letters themselves break when a tool normalises this file.
+_DEEPSEEK_LLM_LETTERS = _code_points(
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 "
+    "3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A "
+    "1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 "
+    "1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 "
+    "212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D "
+    "A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F "
+    "104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
 )
+_CJK = _code_points("4E00-9FA5 3040-309F 30A0-30FF")
+_CJK_HANGUL = _code_points("4E00-9FA5 800-4E00 AC00-D7FF")
+_WIDE_PUNCTUATION = _code_points("21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ _LLAMA3 = Rule((_THREE_DIGITS,), ignore_merges=True, add_bos=True)
 _QWEN2 = Rule((_ONE_DIGIT,), nfc=True, bos_unused=True)
 _CL100K = Rule((_THREE_DIGITS,))
 _GPT4O = Rule((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))
-_DEEPSEEK_V3 = Rule((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3_WORDS))
+_DEEPSEEK_V3 = Rule((r"\p{N}{1,3}", f"{_CJK}+", _DEEPSEEK_V3_WORDS))
 
 RULES: dict[str, Rule] = {
     "gpt-2": _GPT2,
@@ -104,9 +118,16 @@ RULES: dict[str, Rule] = {
     "tekken": Rule((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
-    "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", "digits")),
+    "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", f"{_CJK_HANGUL}+", "digits")),
     "deepseek-llm": Rule(
-        (r"[\r\n]", _DEEPSEEK_LLM_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", "digits")
+        (
+            r"[\r\n]",
+            rf"\s?{_DEEPSEEK_LLM_LETTERS}+",
+            rf"\s?{_WIDE_PUNCTUATION}+",
+            r"\s+$",
+            f"{_CJK_HANGUL}+",
+            "digits",
+        )
     ),
 }
 

@@ -181,12 +181,13 @@ def _add_special_tokens(
 ) -> None:
     from tokenizers import AddedToken
 
+    # Phi-3's own tokenizer swallows the whitespace after its markers; metadata has no place to say so.
+    phi3 = file.architecture == "phi3" and file.get("tokenizer.ggml.model") == "llama"
     added = []
     for index, (token, kind) in enumerate(zip(names, types, strict=True)):
         special = kind in (UNKNOWN, CONTROL) or index in named
         if special or kind == USER_DEFINED:
-            # Phi-3's own tokenizer swallows the whitespace after its markers; metadata has no place to say so.
-            rstrip = file.architecture == "phi3" and special and token not in ("<unk>", "<s>", "<|endoftext|>")
+            rstrip = phi3 and special and token not in ("<unk>", "<s>", "<|endoftext|>")
             added.append(AddedToken(token, special=special, normalized=False, rstrip=rstrip))
     backend.add_tokens(added)
 
