@@ -1,7 +1,7 @@
 """What the command says: messages, bars and tables on stderr, data on stdout as one JSON document.
 
 Stderr is for people: bars are drawn only when it is a terminal; in a log each becomes at most one line every ten
-seconds. Stdout is for programs: `emit` writes exactly one JSON document there, and nothing else in the project prints to it.
+seconds. Stdout is for programs: what a command finds goes there, as one JSON document or as plain text, nothing else.
 """
 
 import json
@@ -68,10 +68,8 @@ class _LogBar:
         now = time.monotonic()
         if now - self.last >= LOG_INTERVAL_S:
             self.last = now
-            say(f"{self.desc}: {self._count(self.done)} of {self._count(self.total)}")
-
-    def _count(self, n: int) -> str:
-        return format_bytes(n) if self.bytes else f"{n} {self.unit}"
+            done, total = (format_bytes(n) if self.bytes else str(n) for n in (self.done, self.total))
+            say(f"{self.desc}: {done} of {total}{'' if self.bytes else f' {self.unit}'}")
 
 
 def format_bytes(n: float) -> str:

@@ -3,6 +3,7 @@
 This is the schema; `fp4pipe.recipe_file` finds, reads and overrides the files.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -26,6 +27,9 @@ class Calibration(Section):
     seq_len: int = Field(default=512, gt=0, description="tokens kept of each text")
     seed: int = Field(default=0, description="order in which texts are drawn")
     batch_size: int = Field(default=8, gt=0, description="texts of equal length run together")
+    split: str | None = Field(default=None, description="split of a hub data set")
+    text_column: str | None = Field(default=None, description="column that holds the text")
+    chat_template: bool = Field(default=True, description="render dialogues through the model's chat template")
 
 
 class Quantize(Section):
@@ -40,77 +44,55 @@ class Quantize(Section):
     calibration: Calibration = Calibration()
 
 
-class Audit(Section):
-    """Gates of the comparison of the files on disk with the source."""
-
-    min_sqnr_db: float = Field(
-        default=15.0, description="signal to quantization noise of the worst quantized matrix, dB"
-    )
-
-
 class Load(Section):
     """How the checkpoint is loaded to be validated and served."""
 
     mode: Mode = Field(
         default="auto", description="w4a4: activations in NVFP4 too; w4a16: weights only; auto: what fits the GPU"
     )
-    device: str = "auto"
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`")
+    dtype: str = Field(default="auto", description="compute type; auto: float32 on a CPU, else the checkpoint's")
     graphs: Literal["compiled", "segmented", "off"] = "compiled"
     compiler: Literal["inductor", "eager"] = "inductor"
-    load_threads: int = Field(default=8, gt=0)
-
-
-class Parity(Section):
-    """Logits against ModelOpt's own fake-quantized model."""
-
-    positions: int = Field(default=2000, gt=0, description="token positions compared")
-    min_top1: float = Field(
-        default=0.99, ge=0, le=1, description="share of positions whose most likely token is the same"
-    )
-    max_rel_error: float = Field(default=1e-2, gt=0, description="norm of the difference over norm of the reference")
-
-
-class Perplexity(Section):
-    """Perplexity of the source and of the checkpoint on the same tokens."""
-
-    data: str = Field(default="bundled", description="`bundled` or a text file")
-    tokens: int = Field(default=4096, gt=0)
-    modes: tuple[Literal["w4a4", "w4a16"], ...] = ("w4a16", "w4a4")
-    max_ratio: float = Field(default=1.5, gt=1, description="NVFP4 over bf16, every mode")
-
-
-class Agreement(Section):
-    """Next-token distributions of the checkpoint against the source's."""
-
-    tokens: int = Field(default=2048, gt=0)
-    max_kl: float = Field(default=0.3, gt=0, description="mean KL divergence, nats")
-    min_top1: float = Field(default=0.7, ge=0, le=1)
+    load_threads: int = Field(default=8, gt=0, description="threads that read the weights")
+    kv_tokens: int | None = Field(default=None, gt=0, description="tokens the KV cache holds; null: from free memory")
 
 
 class Gsm8k(Section):
     """Grade-school arithmetic, the same questions on source and checkpoint, paired verdict."""
 
-    questions: int = Field(default=200, gt=0)
-    shots: int = Field(default=8, ge=0)
-    data: str | None = Field(
-        default=None, description="directory with train.jsonl and test.jsonl; default: from the hub"
+    questions: int | None = Field(default=200, gt=0, description="null: all 1,319")
+    shots: int | None = Field(
+        default=None, ge=0, description="worked examples in the prompt; null: the style's own number"
     )
-    margin: float = Field(default=0.03, gt=0, description="loss of accuracy tolerated")
+    style: Literal["ours", "sglang"] = Field(default="ours", description="prompt, stops and parser")
+    data: str | None = Field(default=None, description="directory with train.jsonl and test.jsonl; null: from the hub")
+    max_tokens: int = Field(default=512, gt=0, description="length of an answer")
+    in_flight: int = Field(default=64, gt=0, le=500, description="questions in the engine at once")
+    margin: float = Field(default=0.02, gt=0, lt=1, description="loss of accuracy tolerated, as a share of questions")
+    seed: int = 0
 
 
 class Checks(Section):
-    """What `fp4pipe validate` proves; a check that is null is not made."""
+    """What `fp4pipe validate` proves and measures; 0, false and null leave a check out."""
 
-    ops: bool = True
-    graphs: bool = True
-    parity: Parity | None = Parity()
-    perplexity: Perplexity | None = Perplexity()
-    agreement: Agreement | None = Agreement()
+    modes: tuple[Mode, ...] = Field(
+        default=("w4a16", "w4a4"), min_length=1, description="numerics, one after the other"
+    )
+    ops: bool = Field(default=True, description="the operators against float64 and the files")
+    graphs: bool = Field(default=True, description="the captured pieces against the model run eagerly")
+    buckets: int | None = Field(default=None, gt=0, description="token buckets that `graphs` tries; null: all")
+    parity_positions: int = Field(default=2000, ge=0, description="logits compared with ModelOpt's own model")
+    perplexity_tokens: int = Field(default=4096, ge=0, description="tokens scored")
+    agreement_tokens: int = Field(default=2048, ge=0, description="next-token distributions compared with the source's")
     gsm8k: Gsm8k | None = None
+    text: str = Field(default="bundled", description="`bundled`, or a text file, for parity, perplexity and agreement")
+    window: int = Field(default=512, gt=1, description="tokens scored in one piece")
+    seed: int = 0
 
 
 class Recipe(Section):
-    """A whole run: source, quantization, audit gates, loading, checks, one question through the server."""
+    """A whole run: source, quantization, loading, checks, gates, one question through the server."""
 
     name: str = ""
     description: str = Field(min_length=1, description="one line, shown by `fp4pipe recipes list`")
@@ -118,12 +100,31 @@ class Recipe(Section):
     revision: str | None = Field(default=None, description="commit of the hub repository")
     trust_remote_code: bool = False
     quantize: Quantize = Quantize()
-    audit: Audit = Audit()
     load: Load = Load()
     checks: Checks = Field(default=Checks(), alias="validate")
+    gates: dict[str, str] = Field(
+        default={}, description='bounds on figures: `{parity.top1: ">=0.99"}`, or nested `{parity: {top1: ">=0.99"}}`'
+    )
     ask: str | None = Field(default=None, description="chat question answered through the HTTP server at the end")
 
     @field_validator("source", mode="before")
     @classmethod
     def _one_source_is_a_list_of_one(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("gates", mode="before")
+    @classmethod
+    def _flat_gates(cls, value: Any) -> Any:
+        """Names joined with dots; a bound of null takes a gate away."""
+        if not isinstance(value, dict):
+            return value
+        flat = dict(_flatten(value))
+        return {name: bound for name, bound in flat.items() if bound is not None}
+
+
+def _flatten(bounds: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, bound in bounds.items():
+        if isinstance(bound, dict):
+            yield from _flatten(bound, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", bound if bound is None else str(bound)

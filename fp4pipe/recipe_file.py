@@ -91,7 +91,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if not equals or not all(dotted.split(".")):
         raise UsageError(f"override {override!r} is not key=value", fix="write it like quantize.calibration.samples=64")
     try:
-        value = yaml.load(text, _StrictLoader)
+        bound = text.startswith((">", "<", "=", "!"))  # of a gate; YAML reads most of these signs otherwise
+        value = text if bound else yaml.load(text, _StrictLoader)
     except yaml.YAMLError:
         raise UsageError(f"override {dotted}: {text!r} is not a YAML value", fix="quote it") from None
     *parents, last = dotted.split(".")

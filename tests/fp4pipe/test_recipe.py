@@ -1,5 +1,8 @@
 """Recipes: every shipped one is valid, and every mistake gets one line that says where and what."""
 
+import inspect
+from dataclasses import asdict, fields
+
 import pytest
 from pydantic import ValidationError
 
@@ -47,8 +50,8 @@ def test_defaults_fill_what_a_recipe_leaves_out(recipe_file):
         ("quantize.calibration.samples=64", lambda r: r.quantize.calibration.samples == 64),
         ("quantize.exclude=[lm_head, '*.mlp.*']", lambda r: r.quantize.exclude == ("lm_head", "*.mlp.*")),
         ("validate.gsm8k.questions=5", lambda r: r.checks.gsm8k.questions == 5),
-        ("validate.parity=null", lambda r: r.checks.parity is None),
-        ("validate.parity.max_rel_error=1e-3", lambda r: r.checks.parity.max_rel_error == 1e-3),
+        ("validate.gsm8k=null", lambda r: r.checks.gsm8k is None),
+        ("validate.gsm8k.margin=1e-3", lambda r: r.checks.gsm8k.margin == 1e-3),
         ("source=[a, b]", lambda r: r.source == ("a", "b")),
         ("ask=What is 2+2=?", lambda r: r.ask == "What is 2+2=?"),
         ("validate.ops=no", lambda r: r.checks.ops is False),
@@ -67,10 +70,13 @@ def test_the_last_override_of_a_key_wins(recipe_file):
     [
         ("quantize: {calibration: {sampels: 3}}", "quantize.calibration.sampels: unknown key; did you mean 'samples'?"),
         ("valdate: {}", "valdate: unknown key; did you mean 'validate'?"),
-        ("validate: {parity: {top1: 1}}", "validate.parity.top1: unknown key; did you mean 'min_top1'?"),
-        ("load: {zzz: 1}", "load.zzz: unknown key; known: mode, device, graphs, compiler, load_threads"),
+        ("validate: {gsm8k: {shot: 1}}", "validate.gsm8k.shot: unknown key; did you mean 'shots'?"),
+        (
+            "load: {zzz: 1}",
+            "load.zzz: unknown key; known: mode, device, dtype, graphs, compiler, load_threads, kv_tokens",
+        ),
         ("load: {mode: fp4}", "load.mode: Input should be 'auto', 'w4a4' or 'w4a16' (got 'fp4')"),
-        ("validate: {parity: {max_rel_error: 1e-4x}}", "(got '1e-4x')"),
+        ("validate: {gsm8k: {margin: 1e-4x}}", "(got '1e-4x')"),
         ("load: {load_threads: 0}", "load.load_threads: Input should be greater than 0 (got 0)"),
         ("ask: a\nask: b", "key 'ask' is written twice"),
         ("ask: [", "is not YAML"),
@@ -120,3 +126,28 @@ def test_a_recipe_that_is_not_there():
 def test_a_recipe_must_be_a_mapping(recipe_file):
     with pytest.raises(UsageError, match="must be a mapping of keys"):
         load_recipe(recipe_file("- a\n"))
+
+
+def test_gates_may_be_nested_or_dotted_and_overridden_or_taken_away(recipe_file):
+    path = recipe_file(MINIMAL + 'gates: {parity.top1: ">=0.99", perplexity: {ratio: "<=1.1"}}\n')
+    assert load_recipe(path).gates == {"parity.top1": ">=0.99", "perplexity.ratio": "<=1.1"}
+    overridden = load_recipe(
+        path, ["gates.parity.top1=>=0.9", "gates.perplexity.ratio=null", "gates.gsm8k.verdict=pass"]
+    )
+    assert overridden.gates == {"parity.top1": ">=0.9", "gsm8k.verdict": "pass"}
+
+
+def test_recipes_fit_what_the_rooms_take():
+    """Every key of a section is an option of what it is handed to, with the same default."""
+    from fp4pipe.convert.options import CalibrationOptions, QuantizeOptions
+    from fp4pipe.recipe import Calibration, Checks, Gsm8k, Load, Quantize
+    from fp4pipe.runtime.engine import Engine
+    from fp4pipe.runtime.validate import Gsm8kOptions, ValidateOptions
+
+    assert Calibration().model_dump() == asdict(CalibrationOptions())
+    quantize = asdict(QuantizeOptions()) | {"calibration": Calibration().model_dump()}
+    assert Quantize().model_dump().items() <= quantize.items()
+    assert Checks.model_fields.keys() <= {field.name for field in fields(ValidateOptions)}
+    assert Gsm8k.model_fields.keys() <= {field.name for field in fields(Gsm8kOptions)}
+    parameters = inspect.signature(Engine.load).parameters
+    assert all(parameters[name].default == value for name, value in Load().model_dump().items())

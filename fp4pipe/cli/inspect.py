@@ -1,0 +1,54 @@
+"""`fp4pipe inspect`: what is in a checkpoint, and what is wrong with it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp4pipe import console
+from fp4pipe.cli.outcome import Outcome
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint directory, of any tool.")],
+    values: Annotated[bool, typer.Option(help="Read every scale too, not only headers and configs.")] = True,
+) -> Outcome:
+    """Show what a checkpoint holds and check it: files, configs, names, dtypes, scales."""
+    from fp4pipe.checkpoint import survey
+    from fp4pipe.lint import lint, summary
+
+    opened, _ = survey(checkpoint)
+    findings = lint(checkpoint, scan_values=values)
+    document = {
+        "checkpoint": checkpoint,
+        "summary": summary(opened) if opened else None,
+        "findings": [
+            {"rule": f.rule.id, "severity": f.rule.severity, "where": f.where, "detail": f.detail, "fix": f.rule.fix}
+            for f in findings
+        ],
+    }
+    errors = [f for f in findings if f.rule.severity == "error"]
+    document["ok"] = not errors
+    return Outcome(document, _text(document), tuple(f"{f.where}: {f.detail}" for f in errors))
+
+
+def _text(document: dict[str, Any]) -> str:
+    lines = [str(document["checkpoint"]), *_summary_lines(document["summary"] or {})]
+    for finding in document["findings"]:
+        lines.append(f"{finding['severity']}: {finding['where']}: {finding['detail']} [{finding['rule']}]")
+        if finding["fix"]:
+            lines.append(f"  try: {finding['fix']}")
+    lines.append("ok" if document["ok"] else "not ok")
+    return "\n".join(lines)
+
+
+def _summary_lines(summary: dict[str, Any], indent: str = "  ") -> list[str]:
+    lines = []
+    for key, value in summary.items():
+        label = key.replace("_", " ")
+        if isinstance(value, dict):
+            lines += [f"{indent}{label}", *_summary_lines(value, indent + "  ")]
+        else:
+            shown = console.format_bytes(value) if "bytes" in key and isinstance(value, int) else value
+            lines.append(f"{indent}{label}: {shown}")
+    return lines
