@@ -118,7 +118,7 @@ def audit(checkpoint_dir: str | Path, source: Source, *, plan: Plan | None = Non
     """
     checkpoint = Checkpoint.open(checkpoint_dir, unfinished=unfinished)
     rows: list[AuditRow] = []
-    findings = [*_names(checkpoint, source), *_plan(checkpoint, plan)]
+    findings = [*_names(checkpoint, source, plan), *_plan(checkpoint, plan)]
     identical = 0
     with console.progress(sum(i.nbytes for i in checkpoint.tensors.values()), "auditing", bytes=True) as bar:
         for module, linear in checkpoint.linears.items():
@@ -167,15 +167,19 @@ def _row_findings(row: AuditRow) -> Iterator[AuditFinding]:
         yield AuditFinding("error", row.module, f"SQNR is {row.sqnr_db:.1f} dB; rounding alone leaves about 20")
 
 
-def _names(checkpoint: Checkpoint, source: Source) -> Iterator[AuditFinding]:
+def _names(checkpoint: Checkpoint, source: Source, plan: Plan | None) -> Iterator[AuditFinding]:
     """Tensors the source has and the checkpoint lacks, and the reverse."""
+    used = {row.name for row in plan.rows} if plan else set()
     tied = bool(source.config.get("tie_word_embeddings")) or "lm_head.weight" not in source.tensors
     for name in source.tensors.keys() - checkpoint.tensors.keys():
         if name == "lm_head.weight" and tied:
             continue
         if name.endswith("rotary_emb.inv_freq"):
             continue
-        yield AuditFinding("warning", name, "is in the source only: the model's class does not use it")
+        if name.rpartition(".")[0] in used:
+            yield AuditFinding("error", name, "is missing")
+        else:
+            yield AuditFinding("warning", name, "is in the source only: the model's class has no use for it")
     ours = {info.name for linear in checkpoint.linears.values() for info in (linear.weight, *linear.scales)}
     ours |= {info.name for pair in checkpoint.kv_scales.values() for info in pair if info is not None}
     for name in checkpoint.tensors.keys() - source.tensors.keys() - ours:

@@ -3,8 +3,9 @@
     with staged(out, overwrite=False) as staging:
         ... write files into `staging` ...
 
-Files go to the hidden sibling ``.NAME.partial-PID``. Its first file is ``INCOMPLETE``, which `Checkpoint.open` refuses;
-it is removed only after the directory has its final name, so a directory without it is complete under either name.
+Files go to the hidden sibling ``.NAME.partial-PID``. Its first file is ``INCOMPLETE``, which `Checkpoint.open` refuses.
+A new name keeps that file until after the rename. An existing checkpoint changes places with the new one in one step,
+just before which the new one loses the file: at every moment one of the two, whole, has the name.
 A lock on ``.NAME.lock`` is held meanwhile: whoever holds it may sweep away all other partial siblings, because their
 writers are dead.
 """
@@ -42,7 +43,10 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     check_output(out, overwrite=overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     with _locked(out):
-        for stale in out.parent.glob(_escape(f".{out.name}.partial-") + "*"):
+        replaced = out.parent / f".{out.name}.replaced"
+        if replaced.is_dir() and not out.exists():  # killed between the two renames of `_exchange`
+            os.rename(replaced, out)
+        for stale in (replaced, *out.parent.glob(_escape(f".{out.name}.partial-") + "*")):
             remove(stale)
         if (out / INCOMPLETE).exists():  # killed between the rename and the removal of the marker
             remove(out)
@@ -112,12 +116,15 @@ def _publish(staging: Path, out: Path) -> None:
         _sync(path)
     _sync(staging)
     if out.is_dir() and any(out.iterdir()):
+        (staging / INCOMPLETE).unlink()
+        _sync(staging)
         _exchange(staging, out)
     else:
         os.rename(staging, out)
+        _sync(out.parent)
+        (out / INCOMPLETE).unlink()
+        _sync(out)
     _sync(out.parent)
-    (out / INCOMPLETE).unlink()
-    _sync(out)
 
 
 def _exchange(staging: Path, out: Path) -> None:
@@ -130,10 +137,10 @@ def _exchange(staging: Path, out: Path) -> None:
             return
         if (code := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code), str(out))
-    old = staging.with_name(f"{staging.name}-old")
-    os.rename(out, old)
+    replaced = out.parent / f".{out.name}.replaced"
+    os.rename(out, replaced)
     os.rename(staging, out)
-    os.rename(old, staging)
+    os.rename(replaced, staging)
 
 
 @contextmanager
