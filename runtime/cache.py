@@ -24,8 +24,7 @@ class LayerKV:
 class KVCache:
     """Keys and values of every layer, ``[num_pages, page_size, kv_heads, head_dim]`` each.
 
-    Pages are zeroed once: a page that is read past a sequence's end must hold finite numbers, since a masked score
-    multiplies whatever is there by zero.
+    Pages are zeroed once, so that a kernel that reads whole pages finds finite numbers past a sequence's end.
     """
 
     def __init__(

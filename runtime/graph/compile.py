@@ -16,6 +16,8 @@ from torch._inductor import standalone_compile
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses import FakeTensorMode
 
+from fp4pipe.runtime.graph.trace import any_size
+
 Compiled = Callable[..., Any]
 """Called with a piece's arguments in order: tensors, and an int for the token count."""
 
@@ -63,7 +65,7 @@ class Compiler:
                 self.from_disk += 1
                 return artifact
         examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
-        with tracing(TracingContext(self.fake_mode)):
+        with tracing(TracingContext(self.fake_mode)), any_size():
             artifact = standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         artifact.save(path=str(path))

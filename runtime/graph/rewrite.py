@@ -130,7 +130,7 @@ class _Product(NamedTuple):
         target: Any = node.target
         schema = (target.default if isinstance(target, torch._ops.OpOverloadPacket) else target)._schema
         given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-        arguments = tuple(given.get(a.name, a.default_value) for a in schema.arguments)
+        arguments: tuple[Any, ...] = tuple(given.get(a.name, a.default_value) for a in schema.arguments)
         count = _GEMMS[operator_name(node) or ""]
         w, w_scales, alpha, rows, *options, bias = arguments[count:]
         weights = traced.weights

@@ -1,11 +1,13 @@
 """One full graph of the model's body, with a symbolic token count, kept to be called without guards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses import FakeTensorMode
@@ -15,7 +17,8 @@ from fp4pipe.runtime.model import Model
 
 TOKENS, INPUT_IDS, POSITION_IDS = "tokens", "input_ids", "position_ids"
 """Placeholders of the token count and of the two inputs; every other placeholder is a weight."""
-_EXAMPLE_TOKENS = 8
+_EXAMPLE_TOKENS = 256
+"""What Inductor takes as the likely size when it decides which loops to run in parallel."""
 
 
 @dataclass
@@ -56,7 +59,7 @@ def trace(model: Model) -> Traced:
     for tokens in (ids, positions):
         torch._dynamo.mark_dynamic(tokens, 1)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _settings():
             torch.compile(_fresh(model.body), fullgraph=True, backend=keep)(ids, positions)
     except _Captured:
         pass
@@ -68,6 +71,21 @@ def trace(model: Model) -> Traced:
         ) from error
     module, examples = captured[0]
     return _named(module.graph, examples, ids, positions)
+
+
+def any_size() -> AbstractContextManager[None]:
+    """While tracing and compiling, let nothing be concluded from the token count not being 0 or 1."""
+    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """One symbol, the token count, which may be any number, 1 included; whatever earlier traces saw is forgotten."""
+    with (
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True),
+        any_size(),
+    ):
+        yield
 
 
 def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
