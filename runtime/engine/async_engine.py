@@ -188,8 +188,9 @@ class AsyncEngine:
                     commands, self._inbox = self._inbox, deque()
                 for command in commands:
                     command()
-                self._deliver(self.engine.step())
+                outputs = self.engine.step()
                 self._stats = self.engine.stats()
+                self._deliver(outputs)
         except BaseException as error:  # the thread's end, whatever it is, must reach those who wait
             self.failure = error
             console.warn(f"the engine stopped\n{''.join(traceback.format_exception(error)).rstrip()}")

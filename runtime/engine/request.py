@@ -11,6 +11,7 @@ from fp4pipe.runtime.engine.pages import Lease
 from fp4pipe.runtime.engine.params import SamplingParams
 from fp4pipe.runtime.engine.text import TextStream
 
+
 class ContextExceeded(UsageError):
     """A prompt and what is to be generated do not fit the context."""
 

@@ -10,7 +10,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from fp4pipe.runtime.engine.request import Collector
+from fp4pipe.runtime.engine import Output
+from fp4pipe.runtime.engine.request import Collector, Completion
 from fp4pipe.runtime.serve.errors import ApiError
 from fp4pipe.runtime.serve.generation import Generation
 from fp4pipe.runtime.serve.openai_objects import Usage, chat_logprobs, finish_fields
@@ -91,7 +92,7 @@ class _Answer:
             done = collector.completion()
             message = {"role": "assistant", "content": done.text, "refusal": None}
             choices.append(
-                {"index": index, "message": message, "logprobs": self._logprobs(done.logprobs), **finish_fields(done)}
+                {"index": index, "message": message, "logprobs": self._logprobs(done.logprobs), **self._finish(done)}
             )
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage.to_dict()})
 
@@ -101,10 +102,13 @@ class _Answer:
             yield self._chunk(index, {"role": "assistant", "content": ""})
         async for index, output in generation.outputs():
             self._usage.add(index, output)
-            if output.text or output.logprobs:
-                yield self._chunk(index, {"content": output.text}, self._logprobs(output.logprobs))
+            finish = self._finish(output)
+            if output.text or output.logprobs or (output.token_ids and self._body.return_token_ids):
+                still = {**finish, "finish_reason": None, "stop_reason": None}
+                yield self._chunk(index, {"content": output.text}, self._logprobs(output.logprobs), still)
+                finish.pop("token_ids", None)
             if output.finish_reason is not None:
-                yield self._chunk(index, {}, None, finish_fields(output))
+                yield self._chunk(index, {}, None, finish)
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.to_dict()}
 
@@ -113,6 +117,9 @@ class _Answer:
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **(finish or {})}
         return {**self._head, "choices": [choice], **({"usage": None} if self._body.include_usage else {})}
+
+    def _finish(self, done: Completion | Output) -> dict[str, Any]:
+        return finish_fields(done, token_ids=self._body.return_token_ids)
 
     def _logprobs(self, reports: Any) -> dict[str, Any] | None:
         return None if reports is None else chat_logprobs(reports, self._state.token_text)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from fp4pipe.runtime.engine import Output
-from fp4pipe.runtime.engine.request import Collector
+from fp4pipe.runtime.engine.request import Collector, Completion
 from fp4pipe.runtime.serve.errors import ApiError
 from fp4pipe.runtime.serve.generation import Generation
 from fp4pipe.runtime.serve.openai_objects import Usage, completion_logprobs, finish_fields
@@ -95,7 +95,7 @@ class _Answer:
             reports = None if done.logprobs is None and done.prompt_logprobs is None else [
                 *(done.prompt_logprobs or []), *(done.logprobs or [])
             ]  # fmt: skip
-            choices.append(self._choice(index, self._prompt_text(index) + done.text, reports, 0, finish_fields(done)))
+            choices.append(self._choice(index, self._prompt_text(index) + done.text, reports, 0, self._finish(done)))
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage.to_dict()})
 
     async def events(self, generation: Generation) -> AsyncIterator[dict[str, Any]]:
@@ -106,12 +106,15 @@ class _Answer:
             self._usage.add(index, output)
             text = output.text if index in lengths else self._prompt_text(index) + output.text
             reports = self._reports(output)
-            if text or reports or output.finish_reason:
-                choice = self._choice(index, text, reports, lengths.get(index, 0), finish_fields(output))
+            if text or reports or output.finish_reason or self._body.return_token_ids:
+                choice = self._choice(index, text, reports, lengths.get(index, 0), self._finish(output))
                 yield {**self._head, "choices": [choice], **usage}
             lengths[index] = lengths.get(index, 0) + len(text)
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.to_dict()}
+
+    def _finish(self, done: Completion | Output) -> dict[str, Any]:
+        return finish_fields(done, token_ids=self._body.return_token_ids)
 
     def _prompt_text(self, index: int) -> str:
         return self._echo[index // self._per_prompt]

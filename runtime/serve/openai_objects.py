@@ -85,6 +85,7 @@ def chat_logprobs(reports: Sequence[TokenLogprob], text: TokenText) -> dict[str,
     }
 
 
-def finish_fields(done: Completion | Output) -> dict[str, Any]:
-    """How a choice says why it ended."""
-    return {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+def finish_fields(done: Completion | Output, *, token_ids: bool | None) -> dict[str, Any]:
+    """How a choice says why it ended, or that it has not, and its tokens where they are asked for."""
+    fields = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+    return {**fields, "token_ids": done.token_ids} if token_ids else fields

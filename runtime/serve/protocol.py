@@ -88,6 +88,8 @@ class SamplingRequest(BaseModel):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
     skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    """Give each choice its `token_ids`, as vLLM does."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "SamplingRequest":
