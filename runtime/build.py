@@ -169,11 +169,8 @@ def _attend(
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         unknown.append("is_causal=False")
     if unknown:
-        raise Unavailable(
-            f"{type(module).__name__} cannot run on the paged attention",
-            because=f"it asks for {', '.join(unknown)}",
-            fix=f"one of the {SUPPORTED}",
-        )
+        because = f"{type(module).__name__} asks for {', '.join(unknown)}, which the paged attention does not do"
+        raise _unavailable(module.config, because)  # type: ignore[arg-type]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""NVFP4 checkpoints in the two layouts, made from tiny models with `fp4pipe.nvfp4` alone: fast, and independent of ModelOpt."""
+"""NVFP4 checkpoints in both layouts, made from tiny models with `fp4pipe.nvfp4` alone: fast, and without ModelOpt."""
 
 import json
 import shutil
