@@ -159,8 +159,9 @@ def _fuse(traced: Traced, products: list[_Product]) -> int:
         for product in products:
             columns = (slice(None), slice(start, start + product.weight.out_features))
             product.node.replace_all_uses_with(_call(traced, operator.getitem, (whole, columns)))
-            traced.graph.erase_node(product.node)
             start += product.weight.out_features
+    for product in products:
+        traced.graph.erase_node(product.node)
     return len(products) - 1
 
 

@@ -139,7 +139,7 @@ def test_a_missing_tensor_is_named(tiny: Callable[..., Path], tmp_path: Path):
 
 def test_a_left_over_tensor_is_named(tiny: Callable[..., Path], tmp_path: Path):
     path = edited(tiny("llama"), tmp_path / "c", lambda t: t.update(extra=torch.ones(2)))
-    with pytest.raises(CheckpointError, match="extra .*left over"):
+    with pytest.raises(CheckpointError, match=r"extra .*left over"):
         load(path)
 
 
