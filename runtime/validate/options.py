@@ -53,6 +53,7 @@ class ValidateOptions:
     compiler: str = "inductor"
     load_threads: int = 8
     kv_tokens: int | None = None
+    """Tokens each engine's KV cache holds; None for what the sequences that run at a time need."""
     buckets: int | None = None
     """How many buckets `graphs` tries; None for all."""
     text: str | Path = BUNDLED

@@ -26,6 +26,8 @@ from fp4pipe.runtime.validate.report import Report, describe_environment
 from fp4pipe.runtime.validate.text import read_text, windows
 from fp4pipe.runtime.validate.verdict import verdict
 
+KV_TOKENS_PER_SEQUENCE = 2048
+"""Room for each running sequence in an engine's cache; several engines are resident, so none may take all that is free."""
 UNQUANTIZED = "unquantized"
 """Stands where the mode would when the model validated has no NVFP4 layer."""
 
@@ -112,6 +114,7 @@ class _Run:
 
     def _engine(self, path: Path, mode: str) -> Engine:
         options = self.options
+        running = options.gsm8k.in_flight if options.gsm8k else 8
         return Engine.load(
             path,
             mode=mode,
@@ -120,8 +123,8 @@ class _Run:
             graphs=options.runner,
             compiler=options.compiler,
             load_threads=options.load_threads,
-            max_running=options.gsm8k.in_flight if options.gsm8k else 8,
-            kv_tokens=options.kv_tokens,
+            max_running=running,
+            kv_tokens=options.kv_tokens or running * KV_TOKENS_PER_SEQUENCE,
             progress=options.progress,
         )
 
