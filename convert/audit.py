@@ -13,6 +13,7 @@ from fp4pipe import console, nvfp4
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.convert.plan import Plan
 from fp4pipe.convert.source import Source
+from fp4pipe.lint import lint
 from fp4pipe.safetensors_file import read_tensor
 
 MIN_SQNR_DB = 10.0
@@ -105,12 +106,12 @@ class Audit:
 
 
 def audit(checkpoint_dir: str | Path, source: Source, *, plan: Plan | None = None, unfinished: bool = False) -> Audit:
-    """Read the checkpoint back from disk and hold it against `source`, and against `plan` if given.
+    """Read the checkpoint back from disk and hold it against `source`, `plan` and the rules of `fp4pipe.lint`.
 
     Args:
         checkpoint_dir: What was exported.
         source: What it was exported from.
-        plan: What was meant to be quantized.
+        plan: What was meant to be quantized, where that is known.
         unfinished: The directory is still being written by the caller, so its marker is no reason to refuse it.
 
     Raises:
@@ -118,7 +119,15 @@ def audit(checkpoint_dir: str | Path, source: Source, *, plan: Plan | None = Non
     """
     checkpoint = Checkpoint.open(checkpoint_dir, unfinished=unfinished)
     rows: list[AuditRow] = []
-    findings = [*_names(checkpoint, source, plan), *_plan(checkpoint, plan)]
+    findings = [
+        *_names(checkpoint, source, plan),
+        *_plan(checkpoint, plan),
+        *(
+            AuditFinding(broken.rule.severity, broken.where, f"{broken.detail} ({broken.rule.id})")
+            for broken in lint(checkpoint_dir, unfinished=unfinished)
+            if broken.rule.severity != "info"
+        ),
+    ]
     identical = 0
     with console.progress(sum(i.nbytes for i in checkpoint.tensors.values()), "auditing", bytes=True) as bar:
         for module, linear in checkpoint.linears.items():

@@ -7,7 +7,7 @@ from torch import nn
 
 from fp4pipe.convert.quiet import quiet
 from fp4pipe.convert.source import Source
-from fp4pipe.errors import Fp4pipeError, SourceError
+from fp4pipe.errors import Fp4pipeError, SourceError, Unavailable, UsageError
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _SUPPORTED = "dense decoder-only language models (Llama, Qwen2, Qwen3, Mistral, Gemma 3 text, Phi3 and their like)"
@@ -69,7 +69,7 @@ def build_empty(source: Source, trust_remote_code: bool) -> nn.Module:
 
 
 def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn.Module:
-    """The model with its weights, in the dtype of its files, ready for inference.
+    """The model with its weights in `compute_dtype`, ready for inference.
 
     Raises:
         SourceError: A tensor is missing from the files or has another shape than the config says.
@@ -81,7 +81,7 @@ def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path,
-                dtype=source_dtype(source),
+                dtype=compute_dtype(source, device),
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
@@ -109,6 +109,35 @@ def source_dtype(source: Source) -> torch.dtype:
     if not sizes:
         raise SourceError(f"{source.spec} holds no bf16, fp16 or fp32 tensor")
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def compute_dtype(source: Source, device: torch.device) -> torch.dtype:
+    """The dtype calibration runs in: the source's, or float32 on a CPU that multiplies that one many times slower."""
+    dtype = source_dtype(source)
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return dtype if dtype == torch.bfloat16 and has_bf16 else torch.float32
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UsageError: There is no such kind of device.
+        Unavailable: CUDA was asked for and is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device {name!r} is unknown", fix="auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Unavailable(f"device {name} was asked for, but PyTorch sees no such GPU", fix="--device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not supported", fix="auto, cpu, cuda or cuda:N")
+    return device
 
 
 def _count(config: Any, name: str) -> int:

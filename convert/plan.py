@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fp4pipe.convert.decisions import PlanRow, decide, enabled, kv_cache_of, owners, problems_of, unmatched
-from fp4pipe.convert.model import build_empty
+from fp4pipe.convert.model import build_empty, compute_dtype, pick_device
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.quiet import quiet
 from fp4pipe.convert.scheme import resolve_scheme
@@ -71,6 +71,7 @@ def make_plan(source: Source, options: QuantizeOptions) -> Plan:
     Raises:
         UsageError: The scheme is unknown or not supported.
         SourceError: The source is no model that can be converted.
+        Unavailable: The device is not there.
     """
     scheme = resolve_scheme(options)
     model = build_empty(source, options.trust_remote_code)
@@ -110,7 +111,7 @@ def make_plan(source: Source, options: QuantizeOptions) -> Plan:
         calibration_tokens=options.calibration.samples * options.calibration.seq_len if calibrated else 0,
         bytes_before=sum(info.nbytes for info in source.tensors.values()),
         bytes_after=sum(row.bytes_after for row in rows) + 4 * kv_scales,
-        memory_bytes=_memory(model, quantized, options, calibrated),
+        memory_bytes=_memory(model, source, quantized, options, calibrated),
     )
 
 
@@ -127,10 +128,13 @@ def _warnings(rows: tuple[PlanRow, ...], source: Source) -> Iterator[str]:
         yield f"{len(strays)} tensors of the source belong to no module of the model and are left out: {strays[0]} ..."
 
 
-def _memory(model: nn.Module, quantized: list[PlanRow], options: QuantizeOptions, calibrated: bool) -> int:
+def _memory(
+    model: nn.Module, source: Source, quantized: list[PlanRow], options: QuantizeOptions, calibrated: bool
+) -> int:
     """Weights, plus the larger of one batch's activations and the temporaries of packing the largest matrix."""
     config: Any = model.config
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    itemsize = compute_dtype(source, pick_device(options.device)).itemsize
+    weights = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     hidden = getattr(config, "hidden_size", 0)
     wide = getattr(config, "intermediate_size", 4 * hidden)
     a_token = (12 * hidden + 4 * wide) * 4

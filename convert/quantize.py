@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fp4pipe import console
 from fp4pipe.calib_data import CalibrationSet, load_calibration
 from fp4pipe.convert.audit import Audit, audit
@@ -18,14 +16,14 @@ from fp4pipe.convert.calibrate import calibrate, check_finite
 from fp4pipe.convert.card import model_card
 from fp4pipe.convert.export import export
 from fp4pipe.convert.mend import write_json
-from fp4pipe.convert.model import load
+from fp4pipe.convert.model import load, pick_device
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.plan import Plan, make_plan
 from fp4pipe.convert.provenance import provenance
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source, resolve_source
 from fp4pipe.convert.staging import check_output, staged
-from fp4pipe.errors import CheckpointError, Unavailable, UsageError
+from fp4pipe.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def quantize(
     options = options or QuantizeOptions()
     out = Path(out)
     check_output(out, overwrite=overwrite)
-    device = _device(options.device)
+    device = pick_device(options.device)
     scheme = resolve_scheme(options)
     watch = _Stopwatch()
     with watch.step("plan"):
@@ -165,18 +163,6 @@ def _calibration(source: Source, options: QuantizeOptions) -> CalibrationSet:
         text_column=ask.text_column,
         chat_template=ask.chat_template,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device {name!r} is unknown", fix="auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Unavailable(f"device {name} was asked for, but PyTorch sees no CUDA GPU", fix="--device cpu")
-    return device
 
 
 def _peak_rss() -> int:

@@ -20,7 +20,8 @@ from fp4pipe.shards import read_shards
 Kind = Literal["hub", "directory", "gguf", "random"]
 # Everything a Hugging Face directory needs besides weights in other formats and documentation.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NOT_FETCHED = ("*/*.safetensors", "consolidated*", "original/*")
+"""Second copies of the weights that some repositories hold in other layouts."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 _CONVERTER = 1
@@ -173,9 +174,11 @@ def _from_hub(spec: str, revision: str | None, trust_remote_code: bool) -> Sourc
         RevisionNotFoundError,
     )
 
-    patterns = [p for p in MODEL_FILES if trust_remote_code or p != "*.py"] + ["LICENSE*", "NOTICE*"]
+    patterns = [p for p in MODEL_FILES if trust_remote_code or p != "*.py"] + ["LICENSE*", "NOTICE*", "README.md"]
     try:
-        path = Path(snapshot_download(spec, revision=revision, allow_patterns=patterns))
+        path = Path(
+            snapshot_download(spec, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NOT_FETCHED))
+        )
     except GatedRepoError as error:
         raise SourceError(
             f"{spec} is gated on the hub", fix="accept its licence on its page, then run `hf auth login`"

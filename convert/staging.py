@@ -36,12 +36,15 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         overwrite: Replace an existing `out`. It stays as it is until the new one is complete, then they change places.
 
     Raises:
-        UsageError: `out` exists and `overwrite` is false, or another process is writing it.
+        UsageError: `out` exists and `overwrite` is false, another process is writing it, or the place is read-only.
         Fp4pipeError: The disk is full.
     """
     out = Path(os.path.abspath(out))
     check_output(out, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out.parent} cannot be created", because=error.strerror) from error
     with _locked(out):
         replaced = out.parent / f".{out.name}.replaced"
         if replaced.is_dir() and not out.exists():  # killed between the two renames of `_exchange`
@@ -147,7 +150,10 @@ def _exchange(staging: Path, out: Path) -> None:
 def _locked(out: Path) -> Iterator[None]:
     lock = out.parent / f".{out.name}.lock"
     while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"nothing can be written in {out.parent}", because=error.strerror) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

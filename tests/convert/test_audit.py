@@ -60,8 +60,8 @@ def test_figures(quantized: Callable[..., QuantizeResult]) -> None:
 def test_codes_of_another_matrix(tampered: Callable[[Change], Audit]) -> None:
     result = tampered(lambda t: t[f"{MODULE}.weight"].copy_(t["model.layers.1.mlp.up_proj.weight"].clone()))
     assert not result.ok
-    assert [finding.where for finding in result.errors] == [MODULE]
-    assert "SQNR" in result.errors[0].detail
+    errors = [finding for finding in result.errors if finding.where == MODULE]
+    assert "SQNR" in errors[0].detail
 
 
 def test_one_changed_code_is_seen_but_no_error(tampered: Callable[[Change], Audit]) -> None:
@@ -75,7 +75,7 @@ def test_one_changed_code_is_seen_but_no_error(tampered: Callable[[Change], Audi
 
 def test_scales_of_another_size(tampered: Callable[[Change], Audit]) -> None:
     result = tampered(lambda tensors: tensors[f"{MODULE}.weight_scale_2"].mul_(2))
-    assert [finding.where for finding in result.errors] == [MODULE]
+    assert MODULE in [finding.where for finding in result.errors]
 
 
 def test_nan_scale(tampered: Callable[[Change], Audit]) -> None:
@@ -83,7 +83,7 @@ def test_nan_scale(tampered: Callable[[Change], Audit]) -> None:
         tensors[f"{MODULE}.weight_scale"].view(torch.uint8)[0, 0] = 0x7F
 
     result = tampered(change)
-    assert not result.ok
+    assert f"{MODULE}.weight_scale" in [finding.where for finding in result.errors]
     assert math.isnan(next(row for row in result.rows if row.module == MODULE).sqnr_db)
 
 

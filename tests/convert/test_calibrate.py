@@ -10,14 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp4pipe.calib_data import load_calibration
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.convert.calibrate import calibrate, check_effect, enabled_quantizers
-from fp4pipe.convert.model import load
+from fp4pipe.convert.model import compute_dtype, load
 from fp4pipe.convert.quantize import QuantizeResult
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source
 from fp4pipe.errors import SourceError
 from tests.convert.conftest import CALIBRATION, options
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
@@ -27,7 +25,8 @@ def test_input_scales_are_the_largest_inputs_of_the_plain_model(
     result = quantized(family)
     tokenizer = AutoTokenizer.from_pretrained(result.source.path)
     text = load_calibration("bundled", tokenizer, samples=4, seq_len=48, seed=0)
-    model = AutoModelForCausalLM.from_pretrained(result.source.path, dtype="auto").eval()
+    dtype = compute_dtype(result.source, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(result.source.path, dtype=dtype).eval()
     seen: dict[str, float] = {}
 
     def watch(name: str) -> Callable[..., None]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp4pipe import nvfp4
+from fp4pipe.calib_data import load_calibration
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.convert.quantize import QuantizeResult, quantize
 from fp4pipe.convert.source import Source, resolve_source
@@ -29,7 +30,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -201,10 +202,68 @@ def test_other_presets_and_recipes(scheme: str, tiny: Callable[[str], Source], t
     assert result.audit.ok
 
 
+def test_a_quantized_head_sees_every_token(tiny: Callable[[str], Source], tmp_path: Path) -> None:
+    nvfp4 = "{num_bits: e2m1, block_sizes: {-1: 16, type: dynamic, scale_bits: e4m3}}"
+    recipe = tmp_path / "head.yaml"
+    recipe.write_text(
+        "metadata: {recipe_type: ptq, description: the head too}\nquantize:\n  algorithm: max\n  quant_cfg:\n"
+        '    - {quantizer_name: "*", enable: false}\n'
+        f'    - {{quantizer_name: "*weight_quantizer", cfg: {nvfp4}}}\n'
+        f'    - {{quantizer_name: "*input_quantizer", cfg: {nvfp4}}}\n'
+        '    - {parent_class: nn.Embedding, quantizer_name: "*", enable: false}\n'
+    )
+    result = quantize(tiny("llama"), tmp_path / "out", options(scheme=str(recipe)))
+    checkpoint = Checkpoint.open(result.out)
+    assert "lm_head" in checkpoint.linears
+    assert sum(info.nbytes for info in checkpoint.tensors.values()) == result.plan.bytes_after
+    # The last position alone, which is all that calibration otherwise asks logits of, would have a smaller maximum.
+    tokenizer = AutoTokenizer.from_pretrained(result.source.path)
+    text = load_calibration("bundled", tokenizer, samples=4, seq_len=48, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(result.source.path, dtype=torch.float32)
+    with torch.no_grad():
+        largest = max(float(model.model(sample[None]).last_hidden_state.abs().max()) for sample in text.samples)
+    scale = checkpoint.input_scale("lm_head")
+    assert scale is not None
+    assert float(scale) == pytest.approx(largest / 2688, rel=0.02)
+
+
+def test_tensors_that_the_class_has_no_use_for(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "source")
+    edit_weights(path, lambda tensors: tensors.update({"model.mtp.weight": torch.ones(16)}))
+    result = quantize(path, tmp_path / "out", options(scheme="w4a16_nvfp4"))
+    assert result.plan.warnings == (
+        "1 tensors of the source belong to no module of the model and are left out: model.mtp.weight ...",
+    )
+    assert result.audit.ok
+    assert [finding.where for finding in result.audit.findings] == ["model.mtp.weight"]
+
+
+def test_a_model_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    path = make_tiny("llama", tmp_path / "source")
+    (path / "own_code.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_model'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config["model_type"] = "own_model"
+    config["architectures"] = ["OwnForCausalLM"]
+    config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="needs its own Python code"):
+        quantize(path, tmp_path / "out", options(scheme="w4a16_nvfp4"))
+    result = quantize(path, tmp_path / "out", options(scheme="w4a16_nvfp4", trust_remote_code=True))
+    assert result.audit.ok
+    assert (result.out / "own_code.py").read_bytes() == (path / "own_code.py").read_bytes()
+    assert json.loads((result.out / "config.json").read_text())["auto_map"] == config["auto_map"]
+
+
 def test_an_all_zero_matrix_is_stored_as_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_tiny("llama", tmp_path / "source")
     dead = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
-    edit_weights(path, lambda tensors: [tensors[name].zero_() for name in dead])  # type: ignore[arg-type, return-value]
+    edit_weights(path, lambda tensors: [tensors[name].zero_() for name in dead])
     result = quantize(path, tmp_path / "out", options())
     assert result.audit.ok
     checkpoint = Checkpoint.open(result.out)
@@ -237,7 +296,7 @@ def test_a_source_with_a_bad_number_is_refused(value: float, tmp_path: Path) -> 
 
 def test_an_input_that_is_always_zero_is_refused_by_name(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "source")
-    edit_weights(path, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].zero_())  # type: ignore[arg-type, return-value]
+    edit_weights(path, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].zero_())
     with pytest.raises(SourceError, match=r"model\.layers\.0\.mlp\.down_proj: its input was zero"):
         quantize(path, tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
@@ -245,7 +304,7 @@ def test_an_input_that_is_always_zero_is_refused_by_name(tmp_path: Path) -> None
 
 def test_missing_tensor_is_refused(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "source")
-    edit_weights(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))  # type: ignore[arg-type, return-value]
+    edit_weights(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(SourceError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing in the weights"):
         quantize(path, tmp_path / "out", options())
 

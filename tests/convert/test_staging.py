@@ -227,6 +227,17 @@ def test_outputs_that_are_not_touched(overwrite: bool, tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "diary.txt").read_text() == "mine"
 
 
+def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(UsageError, match="cannot be created; because Not a directory"),
+        staged(tmp_path / "file/in/out"),
+    ):
+        pass
+    with pytest.raises(UsageError, match=r"nothing can be written in /proc"), staged(Path("/proc/out")):
+        pass
+
+
 def test_an_empty_directory_is_as_good_as_none(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write(tmp_path / "out", finished)
