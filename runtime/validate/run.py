@@ -27,7 +27,7 @@ from fp4pipe.runtime.validate.text import read_text, windows
 from fp4pipe.runtime.validate.verdict import verdict
 
 KV_TOKENS_PER_SEQUENCE = 2048
-"""Room for each running sequence in an engine's cache; several engines are resident, so none may take all that is free."""
+"""Room for each running sequence in an engine's cache; with several engines, none may take all that is free."""
 UNQUANTIZED = "unquantized"
 """Stands where the mode would when the model validated has no NVFP4 layer."""
 
