@@ -52,8 +52,8 @@ class Load(Section):
     )
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`")
     dtype: str = Field(default="auto", description="compute type; auto: float32 on a CPU, else the checkpoint's")
-    graphs: Literal["compiled", "segmented", "off"] = "compiled"
-    compiler: Literal["inductor", "eager"] = "inductor"
+    graphs: Literal["compiled", "segmented", "off"] = Field(default="compiled", description="how steps are run")
+    compiler: Literal["inductor", "eager"] = Field(default="inductor", description="of compiled graphs")
     load_threads: int = Field(default=8, gt=0, description="threads that read the weights")
     kv_tokens: int | None = Field(default=None, gt=0, description="tokens the KV cache holds; null: from free memory")
 
@@ -70,7 +70,7 @@ class Gsm8k(Section):
     max_tokens: int = Field(default=512, gt=0, description="length of an answer")
     in_flight: int = Field(default=64, gt=0, le=500, description="questions in the engine at once")
     margin: float = Field(default=0.02, gt=0, lt=1, description="loss of accuracy tolerated, as a share of questions")
-    seed: int = 0
+    seed: int = Field(default=0, description="which examples are shown")
 
 
 class Checks(Section):
@@ -88,17 +88,17 @@ class Checks(Section):
     gsm8k: Gsm8k | None = None
     text: str = Field(default="bundled", description="`bundled`, or a text file, for parity, perplexity and agreement")
     window: int = Field(default=512, gt=1, description="tokens scored in one piece")
-    seed: int = 0
+    seed: int = Field(default=0, description="of random inputs")
 
 
 class Recipe(Section):
     """A whole run: source, quantization, loading, checks, gates, one question through the server."""
 
-    name: str = ""
+    name: str = Field(default="", description="default: the file's name")
     description: str = Field(min_length=1, description="one line, shown by `fp4pipe recipes list`")
     source: tuple[str, ...] = Field(min_length=1, description="tried in order, the first that can be reached is used")
     revision: str | None = Field(default=None, description="commit of the hub repository")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
     quantize: Quantize = Quantize()
     load: Load = Load()
     checks: Checks = Field(default=Checks(), alias="validate")
