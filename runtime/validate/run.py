@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fp4pipe import console
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine import Engine, SamplingParams
@@ -215,6 +216,8 @@ class _Run:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        if self.options.progress:
+            console.say(f"{name} ...")
         started = time.perf_counter()
         yield
         seconds = self.report.seconds
