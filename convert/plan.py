@@ -19,7 +19,7 @@ from fp4pipe.exclusions import FUSED
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
-_LIBRARIES_BYTES = 600 << 20
+_LIBRARIES_BYTES = 700 << 20
 """What Python, PyTorch, transformers and ModelOpt themselves take."""
 _PACKING_BYTES = 30
 """Bytes of temporaries ModelOpt needs for each element of the matrix it is packing."""
@@ -40,7 +40,7 @@ class Plan:
         calibration_tokens: Tokens to run through the model at most; 0 where nothing has to be measured.
         bytes_before: Bytes of tensors in the source.
         bytes_after: Bytes of tensors in the checkpoint.
-        memory_bytes: Estimated peak memory.
+        memory_bytes: Estimated peak memory, that of the GPU included where one is used.
     """
 
     source: str
@@ -131,7 +131,7 @@ def _warnings(rows: tuple[PlanRow, ...], source: Source) -> Iterator[str]:
 def _memory(
     model: nn.Module, source: Source, quantized: list[PlanRow], options: QuantizeOptions, calibrated: bool
 ) -> int:
-    """Weights, plus the larger of one batch's activations and the temporaries of packing the largest matrix."""
+    """Weights before and after, and the larger of one batch's activations and the temporaries of packing a matrix."""
     config: Any = model.config
     itemsize = compute_dtype(source, pick_device(options.device)).itemsize
     weights = sum(parameter.numel() for parameter in model.parameters()) * itemsize
@@ -140,4 +140,5 @@ def _memory(
     a_token = (12 * hidden + 4 * wide) * 4
     activations = options.calibration.batch_size * options.calibration.seq_len * a_token if calibrated else 0
     packing = max((row.shape[0] * row.shape[-1] for row in quantized), default=0) * _PACKING_BYTES
-    return _LIBRARIES_BYTES + weights + max(activations, packing)
+    packed = sum(row.bytes_after for row in quantized)
+    return _LIBRARIES_BYTES + weights + packed + max(activations, packing)
