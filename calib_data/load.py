@@ -63,6 +63,8 @@ def load_calibration(
 def _ordered(dataset: str, *, seed: int, split: str | None, text_column: str | None) -> tuple[str, Iterable[Record]]:
     rng = random.Random(seed)
     if dataset == BUNDLED:
+        if split is not None or text_column is not None:
+            raise UsageError("the bundled set has neither splits nor columns to choose")
         return BUNDLED, _interleave_kinds(bundled_records(), rng)
     if is_path(dataset):
         if split is not None:
