@@ -1,21 +1,22 @@
-"""One callable a distinct piece: by Inductor, kept on disk by content, or plain PyTorch."""
+"""One callable a distinct piece: by Inductor, whose results are kept on disk by content, or plain PyTorch."""
 
-import hashlib
 import os
-import platform
+import sysconfig
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor import standalone_compile
-from torch._inductor.standalone_compile import CompiledArtifact
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch._subclasses import FakeTensorMode
 
+from fp4pipe import __version__, console
 from fp4pipe.runtime.graph.trace import any_size
 
 Compiled = Callable[..., Any]
@@ -23,26 +24,47 @@ Compiled = Callable[..., Any]
 
 
 def cache_directory() -> Path:
-    """Where compiled pieces are kept: ``$FP4PIPE_CACHE`` or ``~/.cache/fp4pipe``, in ``pieces``."""
+    """Where compiled pieces are kept: below ``$FP4PIPE_CACHE`` or ``~/.cache/fp4pipe``, apart for each version."""
     root = os.environ.get("FP4PIPE_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "fp4pipe") / "pieces"
+    base = Path(root) if root else Path.home() / ".cache" / "fp4pipe"
+    return base / "pieces" / f"{__version__}-torch{torch.__version__}"
 
 
-@dataclass
+def available(compiler: str) -> str:
+    """`compiler`, or ``eager`` with a warning when Inductor lacks the C++ compiler or Python headers it needs."""
+    if compiler == "inductor" and (missing := _missing()):
+        console.warn(f"{missing}: running pieces uncompiled, as with --compiler eager")
+        return "eager"
+    return compiler
+
+
+def _missing() -> str | None:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler found (g++)"
+    include = sysconfig.get_path("include")
+    return None if Path(include, "Python.h").is_file() else f"no Python.h in {include} (python3-dev)"
+
+
 class Compiler:
     """Compiles pieces, each canonical form once.
 
-    Attributes:
+    Args:
         kind: ``inductor`` or ``eager``.
-        directory: Where Inductor's artifacts are kept; only its owner may write there, since they hold code.
-        from_disk: How many pieces were read instead of compiled.
+        fake_mode: The one the pieces were traced under.
+        directory: Where Inductor keeps its code; made readable by its owner alone.
+
+    Attributes:
+        from_disk: How many pieces needed no compilation, because an earlier run had compiled them.
     """
 
-    kind: str
-    fake_mode: FakeTensorMode
-    directory: Path = field(default_factory=cache_directory)
-    from_disk: int = 0
-    _done: dict[str, Compiled] = field(default_factory=dict)
+    def __init__(self, kind: str, fake_mode: FakeTensorMode, directory: Path | None = None) -> None:
+        self.kind = kind
+        self.directory = directory or cache_directory()
+        self.from_disk = 0
+        self._fake_mode = fake_mode
+        self._done: dict[str, Compiled] = {}
 
     @property
     def distinct(self) -> int:
@@ -53,27 +75,14 @@ class Compiler:
         """The callable for `graph`, whose canonical form is `form`."""
         if form not in self._done:
             module = fx.GraphModule({}, graph)
-            self._done[form] = module.forward if self.kind == "eager" else self._inductor(module, form)
+            self._done[form] = module.forward if self.kind == "eager" else self._inductor(module)
         return self._done[form]
 
-    def _inductor(self, module: fx.GraphModule, form: str) -> Compiled:
-        path = self.directory / f"{_key(form)}.bin"
-        if path.is_file():
-            # An artifact that does not load (half-written, other libraries) is compiled anew.
-            with suppress(Exception):
-                artifact = CompiledArtifact.load(path=str(path))
-                self.from_disk += 1
-                return artifact
+    def _inductor(self, module: fx.GraphModule) -> Compiled:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
-        with tracing(TracingContext(self.fake_mode)), any_size():
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        with temporary_cache_dir(str(self.directory)), tracing(TracingContext(self._fake_mode)), any_size():
             artifact = standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        artifact.save(path=str(path))
+        self.from_disk += counters["aot_autograd"]["autograd_cache_hit"] - hits
         return artifact
-
-
-def _key(form: str) -> str:
-    """Everything the code that comes out depends on."""
-    processor = torch.cuda.get_device_capability() if torch.cuda.is_available() else platform.processor()
-    facts = (form, torch.__version__, torch.backends.cpu.get_cpu_capability(), processor, torch.get_num_threads())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()

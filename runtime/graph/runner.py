@@ -13,6 +13,7 @@ from fp4pipe.runtime.batch import Batch
 from fp4pipe.runtime.cache import KVCache
 from fp4pipe.runtime.graph.bodies import CompiledBody, EagerBody
 from fp4pipe.runtime.graph.buckets import bucket_of, token_buckets
+from fp4pipe.runtime.graph.compile import available
 from fp4pipe.runtime.model import Model
 
 GRAPHS = ("compiled", "segmented", "off")
@@ -52,12 +53,12 @@ class Runner:
         self.model = model
         self.cache = cache
         self.graphs = graphs
-        self.compiler = compiler
+        self.compiler = available(compiler) if graphs == "compiled" else compiler
         self.max_tokens = max_tokens
         self.buckets = buckets or token_buckets(max_tokens)
         self.body: CompiledBody | EagerBody | None = None
         if graphs == "compiled":
-            self.body = CompiledBody(model, compiler, max_tokens)
+            self.body = CompiledBody(model, self.compiler, max_tokens)
         elif graphs == "segmented":
             self.body = EagerBody(model, max_tokens)
         self._replays: Counter[int] = Counter()

@@ -49,7 +49,9 @@ def test_all_ways_give_the_same(family: str, layout: str, tiny: Callable[..., Pa
     expected = serve(runner_of(model, "off"))
     for got, wanted in zip(serve(runner_of(model, "segmented")), expected, strict=True):
         assert relative(got, wanted) < (2e-6 if layout == "plain" else 1e-2)
-    for got, wanted in zip(serve(runner_of(model), poison=True), expected, strict=True):
+    compiled = runner_of(model)
+    assert (compiled.stats["pieces"], compiled.stats["distinct_pieces"]) == (4, 3)
+    for got, wanted in zip(serve(compiled, poison=True), expected, strict=True):
         # w4a4 rounds activations: a last bit that differs may move one of them by a whole step.
         assert relative(got, wanted) < (2e-6 if layout == "plain" else 1e-2)
 
@@ -115,13 +117,21 @@ def test_stats_count_what_ran(tiny: Callable[..., Path]):
     assert (stats["pieces"], stats["distinct_pieces"], stats["graph_breaks"], stats["recompiles"]) == (4, 3, 0, 0)
     assert stats["buckets"] == [8, 64]
     assert stats["buffer_bytes"] > 0
-    assert runner_of(load(tiny("llama"))).buckets == token_buckets(160)
+    assert runner_of(runner.model, "off").buckets == token_buckets(160)
 
 
 def test_a_step_must_fit(tiny: Callable[..., Path]):
     runner = runner_of(load(tiny("llama")), "off", max_tokens=8)
     with pytest.raises(ValueError, match="9 tokens exceeds the runner's 8"):
         runner.forward(Sequences((9,), PAGES).whole())
+
+
+def test_without_a_compiler_pieces_run_uncompiled(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("fp4pipe.runtime.graph.compile._missing", lambda: "no C++ compiler found (g++)")
+    assert runner_of(load(tiny("llama")), compiler="inductor").stats["compiler"] == "eager"
+    assert "no C++ compiler found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{"graphs": "some"}, {"compiler": "gcc"}])
