@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TUNE_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+TUNE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def environment() -> dict[str, Any]:
@@ -61,7 +61,7 @@ def build() -> dict[str, Any]:
 
 
 def tune(tokens: tuple[int, ...]) -> dict[str, Any]:
-    """The fastest cut of every shape, measured: the contents of `plans_sm90.json`."""
+    """The fastest cut of every shape, measured, into `plans_sm90.json`: what `gemm` then runs."""
     import torch
 
     from fp4pipe.runtime.bench.gemm import SHAPES, Shape, replay_us
@@ -74,16 +74,18 @@ def tune(tokens: tuple[int, ...]) -> dict[str, Any]:
         for m in tokens:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             times = []
-            for rank, plan in enumerate(plans.candidates(m, n, k, count)[:30]):
+            for rank, plan in enumerate(plans.candidates(m, n, k, count)[:48]):
                 run = partial(hopper.gemm, x, out_features=n, bias=None, plan=plan)
                 times.append((replay_us([partial(run, w=w.w, alpha=w.alpha) for w in shape.weights], 6), rank, plan))
             times.sort()
-            best[plans.key(m, n, k)] = list(times[0][2])
+            best[plans.key(m, n, k)] = plans.entry(times[0][2])
             tried += [{"name": name, "M": m, "plan": list(plan), "rank": rank, "us": us} for us, rank, plan in times]
             line = ", ".join(f"{us:.1f} #{rank} {tuple(plan)}" for us, rank, plan in times[:4])
             print(f"{name} M={m}: {line}", flush=True)
         del shape
         torch.cuda.empty_cache()
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(plan)}" for key, plan in best.items())
+    (ROOT / "runtime" / "ops" / "plans_sm90.json").write_text(f"{{\n{lines}\n}}\n")
     return {"plans": best, "tried": tried}
 
 

@@ -77,9 +77,9 @@ def compile_library() -> Path:
 def load_library() -> ctypes.CDLL:
     """The compiled kernels, with their argument types declared. Built on first use, loaded once a process."""
     library = ctypes.CDLL(str(compile_library()))
-    pointers, count = [ctypes.c_void_p] * 7, ctypes.c_int
-    library.fp4pipe_decode.argtypes = [*pointers, *[count] * 9, ctypes.c_void_p]
-    library.fp4pipe_prefill.argtypes = [*pointers, *[count] * 8, ctypes.c_void_p]
+    pointer, count = ctypes.c_void_p, ctypes.c_int
+    library.fp4pipe_decode.argtypes = [*[pointer] * 5, *[count] * 10, pointer]
+    library.fp4pipe_prefill.argtypes = [*[pointer] * 7, *[count] * 10, pointer]
     for function in (library.fp4pipe_decode, library.fp4pipe_prefill):
         function.restype = count
     return library

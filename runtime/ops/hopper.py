@@ -46,23 +46,14 @@ def gemm(
     count = processors(x.device)
     if plan is None:
         plan = plans.plan_for(tokens, out_features, columns, count)
-    partial, arrivals = workspace(x.device)
-    pointers = (
-        w.data_ptr(),
-        x.data_ptr(),
-        alpha.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        partial.data_ptr(),
-        arrivals.data_ptr(),
-    )
+    pointers = [w.data_ptr(), x.data_ptr(), alpha.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()]
     shape = (tokens, out_features, columns, 0 if alpha.numel() == 1 else 1)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    library = load_library()
     if isinstance(plan, plans.DecodePlan):
-        error = library.fp4pipe_decode(*pointers, *shape, *plan, 1, stream)
+        error = load_library().fp4pipe_decode(*pointers, *shape, *plan, 1, stream)
     else:
-        error = library.fp4pipe_prefill(*pointers, *shape, *plan, count, 1, stream)
+        pointers += [buffer.data_ptr() for buffer in workspace(x.device)]
+        error = load_library().fp4pipe_prefill(*pointers, *shape, *plan, count, 1, stream)
     if error:
         raise RuntimeError(f"fp4pipe kernel failed with CUDA error {error} for {shape}, {plan}")
     return out

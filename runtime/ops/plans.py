@@ -11,30 +11,46 @@ from typing import NamedTuple
 
 from fp4pipe.nvfp4 import round_up
 
-DECODE_TOKENS = 64
+DECODE_TOKENS = 32
 """Most tokens the decode kernel takes."""
 WORKSPACE_BYTES = 64 << 20
 _SHARED_BYTES = 227 * 1024 - 256
 _MEMORY_BYTES_PER_US = 32_000
 """What one of 132 multiprocessors gets of 4.3 TB/s."""
 _L2_BYTES_PER_US = 60_000
-_SPLIT_US = 1.5
+_DECODE_SHAPES = {
+    8: ((1, 1, 16), (1, 4, 16), (2, 1, 16), (2, 2, 16), (4, 1, 16)),
+    16: ((1, 1, 16), (2, 1, 16), (2, 2, 16), (4, 1, 12)),
+    32: ((1, 1, 12), (2, 1, 12), (4, 1, 8)),
+}
+"""For each padded token count, tiles of a warp, groups of a stage and warps the decode kernel is compiled for."""
+_PREFILL_TILES = (
+    *((64, 2, 1), (64, 4, 1), (128, 2, 1), (128, 2, 2)),
+    *((128, 3, 1), (128, 3, 2), (256, 2, 1), (256, 2, 2)),
+)
+"""Tokens, warpgroups and cluster size of the tiles the wgmma kernel is compiled for."""
 _TABLE = Path(__file__).with_name("plans_sm90.json")
 
 
 class DecodePlan(NamedTuple):
-    """Cut of a product with at most 64 tokens."""
+    """Cut of a product with at most 32 tokens. `splits` CTAs, a cluster, share the columns."""
 
     tiles_per_warp: int
+    groups_per_stage: int
     tiles_per_cta: int
     column_warps: int
     splits: int
 
 
 class PrefillPlan(NamedTuple):
-    """Cut of a product with more tokens."""
+    """Cut of a product with more tokens: tiles of 64 * `warpgroups` rows, columns shared by `splits` CTAs.
+
+    `cluster` CTAs make tiles of the same tokens and fetch x together.
+    """
 
     tokens_per_tile: int
+    warpgroups: int
+    cluster: int
     splits: int
 
 
@@ -44,39 +60,40 @@ Plan = DecodePlan | PrefillPlan
 def _decode_candidates(tokens: int, rows: int, columns: int, processors: int) -> dict[Plan, float]:
     """Every cut the decode kernel can run, and its estimated microseconds."""
     tiles, groups = -(-rows // 16), -(-columns // 64)
-    padded = next(width for width in (8, 16, 32, 64) if tokens <= width)
+    padded = next(width for width in (8, 16, 32) if tokens <= width)
     found: dict[Plan, float] = {}
-    for per_warp, splits, most_waves in itertools.product((1, 2, 4), (1, 2, 3, 4, 6, 7, 8, 12, 16), (1, 2, 3, 4, 8)):
-        most_warps = 8 if padded * per_warp >= 128 else 16
+    for shape, splits, waves in itertools.product(_DECODE_SHAPES[padded], (1, 2, 4, 8), (1, 2, 3, 4, 8)):
+        per_warp, stage, most_warps = shape
         depth = -(-groups // splits)
-        per_cta = round_up(-(-tiles * splits // (processors * most_waves)), per_warp)
+        per_cta = round_up(max(1, -(-tiles * splits // (processors * waves))), per_warp)
         row_warps = per_cta // per_warp
-        if splits > groups or row_warps > most_warps:
+        if splits > groups or row_warps > most_warps or (stage > 1 and (columns % (64 * stage) or depth % stage)):
             continue
-        column_warps = min(most_warps // row_warps, depth)
-        ctas = -(-tiles // per_cta) * -(-groups // depth)
-        shared = max(padded * (depth * 128 + 16), column_warps * padded * (row_warps * per_warp * 16 + 4) * 4)
-        if shared > _SHARED_BYTES or (splits > 1 and ctas * tokens * per_cta * 64 > WORKSPACE_BYTES):
+        column_warps = min(most_warps // row_warps, depth // stage)
+        sums = column_warps * padded * (per_cta * 16 + 4) * 4
+        if per_cta > 4 * row_warps * column_warps or sums > _SHARED_BYTES:
             continue
-        steps = -(-depth // column_warps) * column_warps  # idle warps of the last step count as work
-        time = 1.0 + per_cta * steps * 576 / _MEMORY_BYTES_PER_US + 0.5 * tokens * depth * 128 / _L2_BYTES_PER_US
-        time = -(-ctas // processors) * time + (_SPLIT_US + tokens * per_cta * 128 / _L2_BYTES_PER_US) * (splits > 1)
-        found[DecodePlan(per_warp, per_cta, column_warps, splits)] = time
+        warps, ctas = row_warps * column_warps, -(-tiles // per_cta) * splits
+        steps = -(-depth // (column_warps * stage)) * column_warps * stage  # idle warps of the last step count as work
+        rate = min(1.0, warps * min(per_warp * stage, 4) / 48)  # of a multiprocessor's bandwidth
+        time = per_cta * steps * 576 / (_MEMORY_BYTES_PER_US * rate) + tokens * depth * 64 / _L2_BYTES_PER_US
+        found[DecodePlan(per_warp, stage, per_cta, column_warps, splits)] = -(-ctas // processors) * (
+            1.0 + time
+        ) + 0.7 * (splits > 1)
     return found
 
 
 def _prefill_candidates(tokens: int, rows: int, columns: int, processors: int) -> dict[Plan, float]:
     """Every sensible cut for the wgmma kernel, and its estimated microseconds."""
     groups, found = -(-columns // 64), {}
-    for width, splits in itertools.product((64, 128, 256), (1, 2, 3, 4, 6, 8)):
-        tiles = -(-rows // 128) * -(-tokens // width)
-        depth = -(-groups // splits)
-        too_many = tiles * splits > 2 * processors or tiles * splits * width * 512 > WORKSPACE_BYTES
-        if splits > groups or (splits > 1 and too_many):
+    for (width, warpgroups, cluster), splits in itertools.product(_PREFILL_TILES, (1, 2, 3, 4, 6, 8)):
+        tiles = round_up(-(-rows // (64 * warpgroups)), cluster) * -(-tokens // width)
+        too_large = tiles * splits * width * warpgroups * 256 > WORKSPACE_BYTES
+        if splits > groups or (splits > 1 and (too_large or tiles * splits > 2 * processors)):
             continue
-        waves = -(-tiles * splits // processors)
-        time = 1.5 + waves * (depth * max(width * 0.0027, 0.15) + 1.0)
-        found[PrefillPlan(width, splits)] = time + (2.0 + splits * width / 128) * (splits > 1)
+        waves, depth = -(-tiles * splits // processors), -(-groups // splits)
+        time = 1.5 + waves * (depth * max(width * warpgroups * 0.00125, 0.4) + 1.0) + 0.3 * (cluster == 1)
+        found[PrefillPlan(width, warpgroups, cluster, splits)] = time + (2.0 + splits * width / 128) * (splits > 1)
     return found
 
 
@@ -89,8 +106,10 @@ def candidates(tokens: int, rows: int, columns: int, processors: int) -> list[Pl
 
 
 @cache
-def _table() -> dict[str, list[int]]:
-    return json.loads(_TABLE.read_text()) if _TABLE.exists() else {}
+def _table() -> dict[str, Plan]:
+    kinds: dict[str, type[Plan]] = {"decode": DecodePlan, "prefill": PrefillPlan}
+    stored = json.loads(_TABLE.read_text()) if _TABLE.exists() else {}
+    return {shape: kinds[kind](*cut) for shape, (kind, *cut) in stored.items()}
 
 
 def key(tokens: int, rows: int, columns: int) -> str:
@@ -98,10 +117,14 @@ def key(tokens: int, rows: int, columns: int) -> str:
     return f"{rows}x{columns}x{1 << (tokens - 1).bit_length()}"
 
 
+def entry(plan: Plan) -> list[str | int]:
+    """A plan as the table stores it."""
+    return ["decode" if isinstance(plan, DecodePlan) else "prefill", *plan]
+
+
 @cache
 def plan_for(tokens: int, rows: int, columns: int, processors: int) -> Plan:
     """The cut to run: the measured one where the table has it and it still fits, else the best estimate."""
     possible = candidates(tokens, rows, columns, processors)
-    measured = _table().get(key(tokens, rows, columns))
-    plan = (DecodePlan if measured and len(measured) == 4 else PrefillPlan)(*measured) if measured else None
-    return plan if plan in possible else possible[0]
+    measured = _table().get(key(tokens, rows, columns), possible[0])
+    return measured if measured in possible else possible[0]

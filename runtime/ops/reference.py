@@ -1,6 +1,7 @@
 """The operators in plain PyTorch: the CPU backend, and what a device without a backend of its own falls back to.
 
-Everything is computed in float32; only the result is rounded to the output dtype.
+Everything is computed in float32 and the result rounded to the output dtype; asked for float64, sums are float64, which
+lets two implementations be compared without the rounding that quantized activations amplify.
 """
 
 from functools import cache
@@ -37,8 +38,12 @@ def weight_values(w: Tensor, w_scales: Tensor) -> Tensor:
 
 
 def _matmul(x: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    out = linear(x, weight_values(w, w_scales)[:out_features, : x.shape[1]]) * alpha
-    return out if bias is None else out + bias.float()
+    out = linear(x, weight_values(w, w_scales)[:out_features, : x.shape[1]].to(x.dtype)) * alpha
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+def _sums_for(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def fp4_quantize(x: Tensor, input_scale: Tensor, swizzled: bool = False) -> tuple[Tensor, Tensor]:
@@ -67,14 +72,15 @@ def fp4_gemm(
     rows, blocks = a.shape[0], a.shape[1] * 2 // BLOCK
     if a_scales.shape != (rows, blocks):
         a_scales = unswizzle_scales(a_scales.view(torch.uint8), rows, blocks)
-    return _matmul(dequantize_rows(a, a_scales), w, w_scales, alpha, out_features, bias).to(out_dtype)
+    x = dequantize_rows(a, a_scales).to(_sums_for(out_dtype))
+    return _matmul(x, w, w_scales, alpha, out_features, bias).to(out_dtype)
 
 
 def fp4_gemm_w4a16(
     x: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor, out_features: int, bias: Tensor | None = None
 ) -> Tensor:
     """Product ``[M, out_features]`` of unquantized activations and an NVFP4 weight, in `x`'s dtype."""
-    return _matmul(x.float(), w, w_scales, alpha, out_features, bias).to(x.dtype)
+    return _matmul(x.to(_sums_for(x.dtype)), w, w_scales, alpha, out_features, bias).to(x.dtype)
 
 
 for _kernel in (fp4_quantize, fp4_gemm, fp4_gemm_w4a16):

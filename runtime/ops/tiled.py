@@ -1,7 +1,7 @@
 """The tiled form of a weight: what the Hopper kernels read (`csrc/nvfp4.cuh` says why it looks like this).
 
-int32 ``[ceil(N/64), ceil(K/64), 576]``: 64 x 64 weights in 2304 bytes, as four units of 16 rows. A unit is 512 bytes of
-codes, 16 for each lane of a warp, then 64 bytes of block scales. Padding rows and columns hold zero codes.
+int32 ``[ceil(N/64), ceil(K/64), 576]``: 64 x 64 weights in 2304 bytes: the codes of four units of 16 rows, 512 bytes
+each, then 256 bytes of block scales. Padding rows and columns hold zero codes.
 """
 
 from functools import cache
@@ -13,7 +13,8 @@ from fp4pipe.nvfp4 import BLOCK, round_up, unpack
 
 TILE = 64
 """Rows and columns of a block of the layout."""
-UNIT_BYTES = 576
+_CODE_WORDS = 512
+"""int32 words of codes in a block; 64 more hold its scales."""
 _CHUNK = 1 << 24
 """Weights repacked at a time: bounds the int64 temporaries to about half a gigabyte."""
 _SCALE_BIAS = 9
@@ -63,18 +64,17 @@ def _pack_rows(codes: Tensor, scale_bits: Tensor) -> Tensor:
     scale_bytes = _scale_bytes(codes.device)[scale_bits.long()]
     scale_bytes = torch.nn.functional.pad(scale_bytes, (0, pad[1] // BLOCK, 0, pad[3]))
 
-    # Row = (block, unit, half of 8, g), column = (group, block scale, half of 8, t, even or odd).
+    # Row = (block, unit, half of 8, g), column = (group, t, half of 8, c, even or odd).
     blocks, groups = nibbles.shape[0] // TILE, nibbles.shape[1] // TILE
-    split = nibbles.view(blocks, 4, 2, 8, groups, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+    split = nibbles.view(blocks, 4, 2, 8, groups, 4, 2, 4, 2).permute(0, 4, 1, 5, 3, 7, 6, 2, 8)
     halves = (split & 8) << 12 | (split & 7) << 6
     pairs = (halves[..., 0] | halves[..., 1] << 16).flatten(-2).unbind(-1)  # registers 0..3 = (column half, row half)
     last = split[..., 1, 1, :]
     spread = (last >> 3 & 1) << 1 | last >> 2 & 1 | (last >> 1 & 1) << 4 | (last & 1) << 3
     words = pairs[0] | _rotate_right(pairs[1], 10) | _rotate_right(pairs[2], 13) | spread[..., 0] | spread[..., 1] << 16
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    code_bytes = words.reshape(blocks, groups, 4, 128).view(torch.uint8)
-    scale_bytes = scale_bytes.view(blocks, 4, 2, 8, groups, 4).permute(0, 4, 1, 3, 5, 2).reshape(blocks, groups, 4, 64)
-    return torch.cat([code_bytes, scale_bytes], -1).view(torch.int32).flatten(2)
+    scale_bytes = scale_bytes.view(blocks, 4, 2, 8, groups, 4).permute(0, 4, 5, 3, 1, 2).reshape(blocks, groups, -1)
+    return torch.cat([words.reshape(blocks, groups, _CODE_WORDS), scale_bytes.contiguous().view(torch.int32)], -1)
 
 
 def tiled_values(tiled: Tensor) -> Tensor:
@@ -83,14 +83,13 @@ def tiled_values(tiled: Tensor) -> Tensor:
     Goes through the same bit operations as the kernels, so it is also their specification.
     """
     blocks, groups = tiled.shape[:2]
-    units = tiled.view(blocks, groups, 4, UNIT_BYTES // 4)
-    words = units[..., :128].reshape(blocks, groups, 4, 8, 4, 4).long() & 0xFFFFFFFF
+    words = tiled[..., :_CODE_WORDS].reshape(blocks, groups, 4, 4, 8, 4).long() & 0xFFFFFFFF
     registers = (words, _rotate_right(words, 22), _rotate_right(words, 19), (words & 0x001B001B) * 0x4108)
     bits = torch.stack([register & _CODE_MASK for register in registers], -1)
     bits = torch.stack([bits & 0xFFFF, bits >> 16], -1)
     values = (bits << 16).to(torch.int32).view(torch.float32) * 2.0**126  # bf16 bits in the upper half of a float32
-    split = values.view(blocks, groups, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 7, 3, 1, 5, 6, 4, 8)
-    scale_bytes = units[..., 128:].contiguous().view(torch.uint8)
+    split = values.view(blocks, groups, 4, 4, 8, 4, 2, 2, 2).permute(0, 2, 7, 4, 1, 3, 6, 5, 8)
+    scale_bytes = tiled[..., _CODE_WORDS:].contiguous().view(torch.uint8)
     scales = _scale_values(tiled.device)[scale_bytes.long()].view(blocks, groups, 4, 8, 4, 2)
-    scales = scales.permute(0, 2, 5, 3, 1, 4).reshape(blocks * TILE, groups * 4)
+    scales = scales.permute(0, 4, 5, 3, 1, 2).reshape(blocks * TILE, groups * 4)
     return (split.reshape(blocks * TILE, groups * 4, BLOCK) * scales.unsqueeze(-1)).flatten(1)

@@ -36,15 +36,18 @@ def _e4m3_value(bits):
 
 
 @triton.jit
-def _encode(value, scale):
-    """E2M1 code of value / scale. Comparing with thresholds times scale, which are exact, rounds exactly as dividing
-    first would: a quotient on the far side of a threshold cannot round onto it."""
-    size = tl.abs(value)
-    code = (size > 0.25 * scale).to(tl.int32) + (size >= 0.75 * scale).to(tl.int32)
-    code += (size > 1.25 * scale).to(tl.int32) + (size >= 1.75 * scale).to(tl.int32)
-    code += (size > 2.5 * scale).to(tl.int32) + (size >= 3.5 * scale).to(tl.int32)
-    code += (size > 5.0 * scale).to(tl.int32)
-    return code + (value < 0).to(tl.int32) * 8
+def _encode(value, scale, inverse_scale):
+    """E2M1 codes of value / scale, to nearest, ties to even.
+
+    The quotient is the correctly rounded one: a product with the rounded inverse, corrected once by its remainder. Then
+    adding 2^22 (2^23 from 2 on, 2^24 from 4 on) rounds it to the grid, whose steps are 0.5, 1 and 2 there.
+    """
+    quotient = value * inverse_scale
+    quotient = tl.fma(tl.fma(-quotient, scale, value), inverse_scale, quotient)
+    size = tl.minimum(tl.abs(quotient), 6.0)
+    binade = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)  # 1, 2 or 4
+    steps = tl.fma(binade.to(tl.float32, bitcast=True), 4194304.0, size).to(tl.int32, bitcast=True) & 7
+    return (steps + (binade >> 22) - 254) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -57,7 +60,8 @@ def _decode(code):
 
 
 @triton.jit
-def _swizzled_offset(row, block, padded_blocks):
+def _swizzled_offset(index, blocks, padded_blocks):
+    row, block = index // blocks, index % blocks
     tile = (row // 128) * (padded_blocks // 4) + block // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
 
@@ -67,34 +71,42 @@ def _quantize_kernel(
     x_ptr, input_scale_ptr, codes_ptr, scales_ptr, count, blocks, padded_blocks,
     X_DTYPE: tl.constexpr, SWIZZLED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = index < count
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    block, column = tl.arange(0, SIZE), tl.arange(0, 8)
+    inside = block < count - first
+    place = block[:, None] * 8 + column[None, :]
     inverse = tl.div_rn(1.0, tl.load(input_scale_ptr))
-    column = tl.arange(0, 8)
-    words = tl.load(x_ptr + index[:, None] * 8 + column[None, :], mask=inside[:, None], other=0)
+    words = tl.load(x_ptr + first * 8 + place, mask=inside[:, None], other=0)
     low, high = _pair(words, X_DTYPE)
     largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
-    bits = _e4m3_bits(tl.minimum(tl.div_rn(largest, 6.0) * inverse, 448.0))
+    sixth = largest * 0.16666667163372040  # 1/6 rounded; corrected by the remainder it gives the rounded quotient
+    sixth = tl.fma(tl.fma(-sixth, 6.0, largest), 0.16666667163372040, sixth)
+    bits = _e4m3_bits(tl.minimum(sixth * inverse, 448.0))
     scale = tl.where(bits == 0, 1.0, _e4m3_value(bits))[:, None]
-    codes = _encode(low * inverse, scale) | (_encode(high * inverse, scale) << 4)
-    tl.store(codes_ptr + index[:, None] * 8 + column[None, :], codes.to(tl.uint8), mask=inside[:, None])
-    offset = _swizzled_offset(index // blocks, index % blocks, padded_blocks) if SWIZZLED else index
+    inverse_scale = tl.div_rn(1.0, scale)
+    # Adding zero turns -0 into +0, whose code has no sign.
+    low, high = tl.fma(low, inverse, 0.0), tl.fma(high, inverse, 0.0)
+    codes = _encode(low, scale, inverse_scale) | (_encode(high, scale, inverse_scale) << 4)
+    tl.store(codes_ptr + first * 8 + place, codes.to(tl.uint8), mask=inside[:, None])
+    offset = _swizzled_offset(first + block, blocks, padded_blocks) if SWIZZLED else first + block
     tl.store(scales_ptr + offset, bits.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _dequantize_kernel(codes_ptr, scales_ptr, out_ptr, count, blocks, padded_blocks,
-                       SWIZZLED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = index < count
-    column = tl.arange(0, 8)
-    offset = _swizzled_offset(index // blocks, index % blocks, padded_blocks) if SWIZZLED else index
+def _dequantize_kernel(
+    codes_ptr, scales_ptr, out_ptr, count, blocks, padded_blocks, SWIZZLED: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    block, column = tl.arange(0, SIZE), tl.arange(0, 8)
+    inside = block < count - first
+    place = block[:, None] * 8 + column[None, :]
+    offset = _swizzled_offset(first + block, blocks, padded_blocks) if SWIZZLED else first + block
     scale = _e4m3_value(tl.load(scales_ptr + offset, mask=inside, other=0).to(tl.int32))[:, None]
-    codes = tl.load(codes_ptr + index[:, None] * 8 + column[None, :], mask=inside[:, None], other=0).to(tl.int32)
+    codes = tl.load(codes_ptr + first * 8 + place, mask=inside[:, None], other=0).to(tl.int32)
     # A product of code and scale has at most six significant bits: its bf16 is the upper half of its float32.
     low = (_decode(codes & 15) * scale).to(tl.uint32, bitcast=True) >> 16
     high = (_decode(codes >> 4) * scale).to(tl.uint32, bitcast=True) & 0xFFFF0000
-    tl.store(out_ptr + index[:, None] * 8 + column[None, :], low | high, mask=inside[:, None])
+    tl.store(out_ptr + first * 8 + place, low | high, mask=inside[:, None])
 
 
 @triton.jit
@@ -128,7 +140,7 @@ def _gemm_kernel(
     tl.store(out_ptr + rows[None, :].to(tl.int64) * N + outputs[:, None], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_SIZE = 128
+_SIZE = 256
 _X_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

@@ -30,11 +30,15 @@ def poison(shape: tuple[int, ...]) -> None:
     torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
 
 
-def check(out: Tensor, exact: Tensor) -> None:
+def check(out: Tensor, x: Tensor, values: Tensor, alpha: Tensor, bias: Tensor | None = None) -> None:
+    """Every element within one bf16 rounding, and float32 accumulation, of the product in float64."""
+    alpha = alpha.double()
+    exact, size = x.double() @ values.T * alpha, x.double().abs() @ values.abs().T * alpha
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    excess = (out.double() - exact).abs() - 2.0**-8 * exact.abs() - 3e-6 * size
     assert torch.isfinite(out).all()
-    error = (out.double() - exact).norm(dim=0) / exact.norm(dim=0).clamp(min=1e-30)
-    assert float(error.max()) < 8e-3, f"output column {int(error.argmax())}: relative error {float(error.max()):.1e}"
-    assert float((out.double() - exact).norm() / exact.norm()) < 2.5e-3
+    assert float(excess.max()) <= 0, f"element {divmod(int(excess.argmax()), out.shape[1])} of {tuple(out.shape)}"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -50,19 +54,18 @@ def test_w4a16(shape: tuple[int, int], form: str) -> None:
     one = weight._replace(alpha=quantized.global_scale.reshape(1))
     for tokens in TOKENS:
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-        product = x.double() @ values.T
         poison((tokens, rows))
-        check(torch.ops.fp4pipe.fp4_gemm_w4a16(x, *one), product * quantized.global_scale.double())
+        check(torch.ops.fp4pipe.fp4_gemm_w4a16(x, *one), x, values, one.alpha)
         poison((tokens, rows))
         out = torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight, bias)
-        check(out, product * alpha.double() + bias.double())
+        check(out, x, values, alpha, bias)
         for _ in range(3):
             assert torch.equal(out, torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight, bias)), (
                 f"{tokens} tokens: not repeatable"
             )
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 65, 128, 200, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 17, 32, 64, 65, 128, 200, 300])
 def test_every_plan(tokens: int) -> None:
     from fp4pipe.runtime.ops import hopper, plans
 
@@ -73,12 +76,11 @@ def test_every_plan(tokens: int) -> None:
         alpha = torch.rand(rows, device="cuda") + 0.5
         weight = ops.prepare_weight(ops.PreparedWeight(quantized.codes, quantized.block_scale, alpha, rows), "cuda")
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-        exact = x.double() @ values.T * alpha.double()
         count = hopper.processors(x.device)
         for plan in plans.candidates(tokens, rows, columns, count):
             poison((tokens, rows))
             out = hopper.gemm(x, weight.w, alpha, rows, None, plan)
-            check(out, exact)
+            check(out, x, values, alpha)
             assert torch.equal(out, hopper.gemm(x, weight.w, alpha, rows, None, plan)), plan
 
 
@@ -108,8 +110,7 @@ def test_emulated_w4a4(tokens: int, swizzled: bool) -> None:
     weight = ops.prepare_weight(ops.PreparedWeight(quantized.codes, quantized.block_scale, alpha, 192), "cuda")
     codes, scales = torch.ops.fp4pipe.fp4_quantize(x, scale, swizzled)
     out = torch.ops.fp4pipe.fp4_gemm(codes, scales, *weight, torch.bfloat16)
-    exact = nvfp4.dequantize_blocks(*nvfp4.quantize_activation(x, scale)).double() @ values.T * alpha.double()
-    check(out, exact)
+    check(out, nvfp4.dequantize_blocks(*nvfp4.quantize_activation(x, scale)), values, alpha)
 
 
 def test_float32_activations_take_the_exact_path() -> None:
@@ -127,7 +128,10 @@ def test_opcheck() -> None:
     stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 192)
     x = torch.randn(5, 576, device="cuda", dtype=torch.bfloat16)
     opcheck(torch.ops.fp4pipe.fp4_quantize.default, (x, torch.tensor(1e-3, device="cuda")))
-    opcheck(torch.ops.fp4pipe.fp4_gemm_w4a16.default, (x, *ops.prepare_weight(stored, "cuda")))
+    weight = ops.prepare_weight(stored, "cuda")
+    # The schema test compares its inputs before and after, which PyTorch cannot do for e4m3: scales as raw bytes.
+    weight = weight._replace(w_scales=weight.w_scales.view(torch.uint8))
+    opcheck(torch.ops.fp4pipe.fp4_gemm_w4a16.default, (x, *weight))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200])

@@ -1,10 +1,9 @@
-// W4A16 product for few tokens (M <= 64): out[m][n] = alpha[n] * sum_k x[m][k] w[n][k] + bias[n].
+// W4A16 product for few tokens (M <= 32): out[m][n] = alpha[n] * sum_k x[m][k] w[n][k] + bias[n].
 //
-// The weight is the 16-row operand of mma.m16n8k16, tokens the 8-column one. Each warp streams its own units from
-// global memory straight into registers, DEPTH units ahead, with no synchronisation; x of the CTA's column range sits
-// in shared memory. Warps of a CTA share rows in WM groups and split columns WK ways; their sums meet in shared memory.
-// CTAs that split columns (gridDim.y > 1) leave partial sums in a workspace, and the last to arrive adds them in a
-// fixed order, so results never depend on timing.
+// The weight is the 16-row operand of mma.m16n8k16, tokens the 8-column one. Each warp streams its own part of the
+// weight and of x from global memory straight into registers, two stages ahead, without synchronising with any other.
+// Warps of a CTA share rows and split columns WK ways, CTAs of a cluster split columns further; sums meet in shared
+// memory, across the cluster too, and are added in a fixed order, so results never depend on timing.
 #include "nvfp4.cuh"
 
 namespace fp4pipe {
@@ -15,8 +14,6 @@ struct DecodeArguments {
     const float* alpha;
     const __nv_bfloat16* bias;  // may be null
     __nv_bfloat16* out;
-    float* partial;             // [gridDim.x][gridDim.y][tokens][rows]
-    int* arrivals;              // [gridDim.x], zero between launches
     int tokens, rows, columns;  // M, N, K
     int alpha_stride;           // 0 when one alpha serves every row
     int row_tiles;              // 16-row tiles in all
@@ -25,8 +22,6 @@ struct DecodeArguments {
     int column_warps;           // WK
 };
 
-constexpr int kChunks = 4;  // parts in which x arrives
-
 __device__ __forceinline__ uint4 load_codes(const unsigned char* address) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -34,212 +29,229 @@ __device__ __forceinline__ uint4 load_codes(const unsigned char* address) {
     return v;
 }
 
-__device__ __forceinline__ uint2 load_scales(const unsigned char* address) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+// Scales of a lane for COUNT units side by side, two units a word.
+template <int COUNT>
+__device__ __forceinline__ void load_scales(uint32_t (&v)[(COUNT + 1) / 2], const unsigned char* address) {
+    if constexpr (COUNT == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(address));
+    else if constexpr (COUNT == 2)
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v[0]) : "l"(address));
+    else
+        asm volatile("{.reg .u16 s;\n\tld.global.nc.L1::no_allocate.u16 s, [%1];\n\tcvt.u32.u16 %0, s;}" : "=r"(v[0]) : "l"(address));
+}
+
+// Sixteen columns of x, as eight pairs. An ordinary load: the kernel before this one may have written them.
+__device__ __forceinline__ void load_x(uint32_t (&v)[8], const unsigned char* address) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(address) : "memory");
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7]) : "l"(address + 16) : "memory");
+}
+
+__device__ __forceinline__ float2 load_from_cta(uint32_t address, int rank) {
+    float2 v;
+    asm volatile("{.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %2, %3;\n\t"
+                 "ld.shared::cluster.v2.f32 {%0, %1}, [remote];}"
+                 : "=f"(v.x), "=f"(v.y) : "r"(address), "r"(rank) : "memory");
     return v;
 }
 
-__device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address));
-}
-
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// NT: groups of 8 tokens. TM: 16-row tiles a warp holds. GU: column groups it fetches ahead.
-template <int NT, int TM, int GU, int MAX_WARPS>
+// NT: groups of 8 tokens. TM: 16-row tiles of a warp. SG: column groups of a stage, a divisor of every CTA's share.
+template <int NT, int TM, int SG, int MAX_WARPS>
 __global__ void __launch_bounds__(MAX_WARPS * 32, 1) decode_kernel(const DecodeArguments p) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ uint64_t barriers[kChunks];
-    __shared__ bool last;
-
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    extern __shared__ __align__(128) float buffer[];
+    constexpr int kSlots = SG == 1 ? 2 : 1;  // stages of x in flight: with one group a stage, one is too close
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, threads = blockDim.x;
     const int wk = warp % p.column_warps, wm = warp / p.column_warps;
-    const int threads = blockDim.x, row_warps = threads / 32 / p.column_warps;
-    const int first_tile = blockIdx.x * p.tiles_per_cta;
-    const int cta_tiles = min(p.tiles_per_cta, p.row_tiles - first_tile);
+    const int first_tile = blockIdx.x * p.tiles_per_cta, tile = first_tile + wm * TM;
     const int first_group = blockIdx.y * p.groups_per_cta;
-    const int cta_groups = min(p.groups_per_cta, p.groups - first_group);
-    const int steps = wk < cta_groups && wm * TM < cta_tiles ? (cta_groups - wk + p.column_warps - 1) / p.column_warps : 0;
+    const int cta_groups = tile < p.row_tiles ? min(p.groups_per_cta, p.groups - first_group) : 0;
+    const int step = p.column_warps * SG;  // groups from one of a warp's stages to its next
 
-    // Weights do not depend on the previous kernel: fetch first, wait afterwards.
-    // TM divides 4 and tiles_per_cta, so a warp's tiles lie in one block of the layout, which is padded to 64 rows.
-    const int tile = first_tile + wm * TM;
-    const unsigned char* unit = p.weight + tile % 4 * kUnitBytes + lane * 16 +
-                                (static_cast<size_t>(tile / 4) * p.groups + first_group + wk) * kBlockBytes;
-    const int step_bytes = p.column_warps * kBlockBytes, to_scales = 512 + lane / 4 * 8 - lane * 16;
-    uint4 codes[GU][TM];
-    uint2 scales[GU][TM];
-    const auto fetch = [&](int u, int j) {
-        codes[u][j] = load_codes(unit + j * kUnitBytes);
-        scales[u][j] = load_scales(unit + to_scales + j * kUnitBytes);
+    // Weights do not depend on the previous kernel: fetch first, wait afterwards. TM divides 4 and tiles_per_cta, so
+    // a warp's tiles lie side by side in one block of the layout, which is padded to 64 rows.
+    const unsigned char* block = p.weight + (static_cast<size_t>(tile / 4) * p.groups + first_group + wk * SG) * kBlockBytes;
+    const unsigned char* next_codes = block + tile % 4 * kUnitBytes + (t * 8 + g) * 16;
+    const int to_scales = kScalesOffset - tile % 4 * kUnitBytes + tile % 4 * 2 - (t * 8 + g) * 8;
+    uint4 codes[2][SG][TM];
+    uint32_t scales[2][SG][(TM + 1) / 2];
+    const auto fetch_weights = [&](int slot, int q) {
+#pragma unroll
+        for (int j = 0; j < TM; ++j) codes[slot][q][j] = load_codes(next_codes + q * kBlockBytes + j * kUnitBytes);
+        load_scales<TM>(scales[slot][q], next_codes + to_scales + q * kBlockBytes);
     };
 #pragma unroll
-    for (int u = 0; u < GU; ++u) {
-        if (u < steps) {
+    for (int slot = 0; slot < 2; ++slot) {
+        if (wk * SG + slot * step < cta_groups) {
 #pragma unroll
-            for (int j = 0; j < TM; ++j) fetch(u, j);
-            unit += step_bytes;
+            for (int q = 0; q < SG; ++q) fetch_weights(slot, q);
         }
+        next_codes += step * kBlockBytes;
     }
 
-    const int chunk_groups = (cta_groups + kChunks - 1) / kChunks;
-    const int pitch = p.groups_per_cta * 128 + 16;  // bytes; the 16 spread rows over the banks
-    const int first_column = first_group * 64;
-    const int cta_columns = min(cta_groups * 64, p.columns - first_column);
-    const uint32_t barrier = shared_address(barriers);
-    if (threadIdx.x == 0) {
-        for (int c = 0; c < kChunks; ++c) barrier_init(barrier + c * 8, 1);
-        barrier_init_fence();
+    // Thread -> two rows of the output, which rank of the cluster finishes them, and the first of its tokens.
+    const int pairs = p.tiles_per_cta * 8, splits = gridDim.y, rank = blockIdx.y;
+    const int my_pairs = (pairs + splits - 1) / splits, pair = rank * my_pairs + threadIdx.x % my_pairs;
+    const int token_step = threads / my_pairs, n = first_tile * 16 + pair * 2;
+    const int first_token = threadIdx.x / my_pairs < token_step && pair < pairs && n < p.rows ? threadIdx.x / my_pairs : p.tokens;
+    float alpha0 = 0.0f, alpha1 = 0.0f, bias0 = 0.0f, bias1 = 0.0f;
+    if (first_token < p.tokens) {
+        alpha0 = p.alpha[n * p.alpha_stride] * kWeightExponent, alpha1 = p.alpha[(n + 1) * p.alpha_stride] * kWeightExponent;
+        if (p.bias) bias0 = __bfloat162float(p.bias[n]), bias1 = __bfloat162float(p.bias[n + 1]);
     }
-    const int padding = cta_groups * 64 - cta_columns;  // columns past K: zero codes there, but NaN * 0 is NaN
-    for (int i = threadIdx.x; i < padding * p.tokens; i += threads)
-        *reinterpret_cast<__nv_bfloat16*>(shared + i / padding * pitch + (cta_columns + i % padding) * 2) = __float2bfloat16(0.0f);
-    __syncthreads();
+
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (warp == 0) {
-        for (int c = 0; c < kChunks; ++c) {
-            const int begin = c * chunk_groups * 64, end = min(begin + chunk_groups * 64, cta_columns);
-            if (begin >= end) break;
-            const uint32_t bytes = (end - begin) * 2;
-            if (lane == 0) barrier_expect(barrier + c * 8, bytes * p.tokens);
-            __syncwarp();
-            for (int m = lane; m < p.tokens; m += 32)
-                bulk_copy(shared_address(shared + m * pitch + begin * 2),
-                          p.x + static_cast<size_t>(m) * p.columns + first_column + begin, bytes, barrier + c * 8);
+    const unsigned char* x_rows[NT];  // tokens past M read the last one again; nothing is kept of their columns
+#pragma unroll
+    for (int i = 0; i < NT; ++i)
+        x_rows[i] = reinterpret_cast<const unsigned char*>(p.x + static_cast<size_t>(min(i * 8 + g, p.tokens - 1)) * p.columns) + t * 32;
+    uint32_t x[kSlots][SG][NT][8];
+    const auto fetch_x = [&](int slot, int q, int group) {
+        const int column = (first_group + group) * 64;
+        if (SG > 1 || column + 64 <= p.columns) {
+#pragma unroll
+            for (int i = 0; i < NT; ++i) load_x(x[slot % kSlots][q][i], x_rows[i] + column * 2);
+        } else {  // columns past K: zero codes there, but NaN * 0 is NaN
+#pragma unroll
+            for (int i = 0; i < NT; ++i) {
+#pragma unroll
+                for (int v = 0; v < 8; ++v) x[slot % kSlots][q][i][v] = 0;
+                if (column + t * 16 < p.columns) load_x(x[slot % kSlots][q][i], x_rows[i] + column * 2);
+            }
+        }
+    };
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+        if (wk * SG + slot * step < cta_groups) {
+#pragma unroll
+            for (int q = 0; q < SG; ++q) fetch_x(slot, q, wk * SG + slot * step + q);
         }
     }
 
     float sums[TM][NT][4] = {};
-    const uint32_t x_address = shared_address(shared) + (lane % 8) * pitch + lane / 8 * 16;
-    int ready = 0;
-    for (int step = 0; step < steps; step += GU) {
+    for (int stage = wk * SG; stage < cta_groups; stage += 2 * step) {
 #pragma unroll
-        for (int u = 0; u < GU; ++u) {
-            if (step + u >= steps) break;
-            const int group = wk + (step + u) * p.column_warps;
-            while (ready * chunk_groups <= group) barrier_wait(barrier + 8 * ready++, 0);
+        for (int slot = 0; slot < 2; ++slot) {
+            const int first = stage + slot * step;
+            if (first >= cta_groups) break;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint32_t b[NT][4];
-#pragma unroll
-                for (int n = 0; n < NT; ++n) load_matrices(b[n], x_address + n * 8 * pitch + group * 128 + half * 64);
+            for (int q = 0; q < SG; ++q) {
+                const auto& pairs_of_x = x[slot % kSlots][q];
 #pragma unroll
                 for (int j = 0; j < TM; ++j) {
-                    const uint32_t scale_word = half ? scales[u][j].y : scales[u][j].x;
-                    uint32_t a0[4], a1[4];
-                    dequantize(half ? codes[u][j].z : codes[u][j].x, scale_pair(scale_word, 0), a0);
-                    dequantize(half ? codes[u][j].w : codes[u][j].y, scale_pair(scale_word, 1), a1);
-                    if (half && step + u + GU < steps) fetch(u, j);
+                    const uint4 words = codes[slot][q][j];
+                    const uint32_t both_scales = scale_pair(scales[slot][q][j / 2], j % 2);
 #pragma unroll
-                    for (int n = 0; n < NT; ++n) {
-                        multiply_add(sums[j][n], a0, b[n][0], b[n][1]);
-                        multiply_add(sums[j][n], a1, b[n][2], b[n][3]);
+                    for (int c = 0; c < 4; c += 2) {
+                        // Registers 0, 1 of two words side by side meet neighbouring pairs of x, as the MMA wants them.
+                        uint32_t a[4], b[4];
+                        dequantize(c ? words.z : words.x, both_scales, a);
+                        dequantize(c ? words.w : words.y, both_scales, b);
+#pragma unroll
+                        for (int i = 0; i < NT; ++i) {
+                            multiply_add(sums[j][i], a[0], a[1], b[0], b[1], pairs_of_x[i][c], pairs_of_x[i][c + 1]);
+                            multiply_add(sums[j][i], a[2], a[3], b[2], b[3], pairs_of_x[i][c + 4], pairs_of_x[i][c + 5]);
+                        }
                     }
                 }
+                if (first + 2 * step < cta_groups) fetch_weights(slot, q);
+                if (first + kSlots * step < cta_groups) fetch_x(slot, q, first + kSlots * step + q);
             }
-            unit += step_bytes;
+            next_codes += step * kBlockBytes;
         }
     }
 
     // Sums of the warps that split the columns meet in shared memory, [WK][token][row].
-    __syncthreads();
-    float* buffer = reinterpret_cast<float*>(shared);
-    const int buffer_rows = row_warps * TM * 16, stride = buffer_rows + 4;
+    const int stride = p.tiles_per_cta * 16 + 4, size = NT * 8 * stride;
 #pragma unroll
     for (int j = 0; j < TM; ++j)
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int i = 0; i < NT; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = n * 8 + lane % 4 * 2 + i % 2, row = (wm * TM + j) * 16 + lane / 4 + i / 2 * 8;
-                buffer[(wk * NT * 8 + token) * stride + row] = sums[j][n][i];
-            }
+            for (int v = 0; v < 4; ++v)
+                buffer[wk * size + (i * 8 + t * 2 + v % 2) * stride + (wm * TM + j) * 16 + g + v / 2 * 8] = sums[j][i][v];
     __syncthreads();
-
-    const int cta_rows = cta_tiles * 16, values = p.tokens * cta_rows;
-    const auto finish = [&](int token, int row, float sum) {
-        const int n = first_tile * 16 + row;
-        if (n >= p.rows) return;
-        float value = sum * (p.alpha[n * p.alpha_stride] * kWeightExponent);
-        if (p.bias) value += __bfloat162float(p.bias[n]);
-        p.out[static_cast<size_t>(token) * p.rows + n] = __float2bfloat16(value);
+    const auto add_warps = [&](int offset) {
+        float2 sum = *reinterpret_cast<const float2*>(buffer + offset);
+        for (int k = 1; k < p.column_warps; ++k) {
+            const float2 other = *reinterpret_cast<const float2*>(buffer + k * size + offset);
+            sum.x += other.x, sum.y += other.y;
+        }
+        return sum;
     };
-    float* mine = p.partial + (static_cast<size_t>(blockIdx.x) * gridDim.y + blockIdx.y) * p.tokens * p.tiles_per_cta * 16;
-    for (int i = threadIdx.x; i < values; i += threads) {
-        const int token = i / cta_rows, row = i % cta_rows;
-        float sum = 0.0f;
-        for (int k = 0; k < p.column_warps; ++k) sum += buffer[(k * NT * 8 + token) * stride + row];
-        if (gridDim.y == 1) finish(token, row, sum);
-        else __stcg(mine + i, sum);
+    if (splits > 1) {
+        const int local_step = threads / pairs;
+        if (threadIdx.x / pairs < local_step)
+            for (int token = threadIdx.x / pairs; token < p.tokens; token += local_step) {
+                const int offset = token * stride + threadIdx.x % pairs * 2;
+                *reinterpret_cast<float2*>(buffer + offset) = add_warps(offset);
+            }
+        cluster_sync();
     }
-    if (gridDim.y == 1) return;
-
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.arrivals + blockIdx.x, 1) == gridDim.y - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    const float* first = p.partial + static_cast<size_t>(blockIdx.x) * gridDim.y * p.tokens * p.tiles_per_cta * 16;
-    const size_t split_stride = static_cast<size_t>(p.tokens) * p.tiles_per_cta * 16;
-    for (int i = threadIdx.x; i < values; i += threads) {
-        float sum = 0.0f;
-        for (int s = 0; s < gridDim.y; ++s) sum += __ldcg(first + s * split_stride + i);
-        finish(i / cta_rows, i % cta_rows, sum);
+    for (int token = first_token; token < p.tokens; token += token_step) {
+        const int offset = token * stride + pair * 2;
+        float2 sum;
+        if (splits == 1) {
+            sum = add_warps(offset);
+        } else {
+            sum = load_from_cta(shared_address(buffer + offset), 0);
+            for (int s = 1; s < splits; ++s) {
+                const float2 other = load_from_cta(shared_address(buffer + offset), s);
+                sum.x += other.x, sum.y += other.y;
+            }
+        }
+        *reinterpret_cast<__nv_bfloat162*>(p.out + static_cast<size_t>(token) * p.rows + n) =
+            __floats2bfloat162_rn(sum.x * alpha0 + bias0, sum.y * alpha1 + bias1);
     }
-    if (threadIdx.x == 0) p.arrivals[blockIdx.x] = 0;
+    if (splits > 1) cluster_sync();  // nobody leaves while its sums are still being read
 }
 
-template <int NT, int TM, int GU, int MAX_WARPS>
+template <int NT, int TM, int SG, int MAX_WARPS>
 cudaError_t run(const DecodeArguments& p, dim3 grid, cudaStream_t stream, bool overlap) {
-    const size_t row_warps = (p.tiles_per_cta + TM - 1) / TM, warps = row_warps * p.column_warps;
-    if (warps > MAX_WARPS || p.tiles_per_cta % TM) return cudaErrorInvalidConfiguration;
-    const size_t x_bytes = static_cast<size_t>(NT) * 8 * (p.groups_per_cta * 128 + 16);
-    const size_t sum_bytes = static_cast<size_t>(p.column_warps) * NT * 8 * (row_warps * TM * 16 + 4) * 4;
-    return launch(decode_kernel<NT, TM, GU, MAX_WARPS>, grid, static_cast<int>(warps * 32), max(x_bytes, sum_bytes),
-                  stream, overlap, p);
+    const int warps = p.tiles_per_cta / TM * p.column_warps;
+    if (warps > MAX_WARPS || p.tiles_per_cta % TM || p.tiles_per_cta * 8 > warps * 32) return cudaErrorInvalidConfiguration;
+    if (SG > 1 && (p.columns % (64 * SG) || p.groups_per_cta % SG)) return cudaErrorInvalidConfiguration;
+    const size_t shared = static_cast<size_t>(p.column_warps) * NT * 8 * (p.tiles_per_cta * 16 + 4) * 4;
+    return launch(decode_kernel<NT, TM, SG, MAX_WARPS>, grid, warps * 32, shared, stream, overlap, {1, grid.y, 1}, p);
 }
 
 }  // namespace fp4pipe
 
-// tiles_per_warp and column_warps choose the shape of a CTA, splits the number of CTAs that share a row range.
+// tiles_per_warp, groups_per_stage and column_warps choose the shape of a CTA, splits how many share a row range.
 extern "C" int fp4pipe_decode(const void* weight, const void* x, const void* alpha, const void* bias, void* out,
-                              void* partial, void* arrivals, int tokens, int rows, int columns, int alpha_stride,
-                              int tiles_per_warp, int tiles_per_cta, int column_warps, int splits, int overlap,
+                              int tokens, int rows, int columns, int alpha_stride, int tiles_per_warp,
+                              int groups_per_stage, int tiles_per_cta, int column_warps, int splits, int overlap,
                               void* stream) {
     using namespace fp4pipe;
     const int row_tiles = (rows + 15) / 16, groups = (columns + 63) / 64;
-    DecodeArguments p{static_cast<const unsigned char*>(weight), static_cast<const __nv_bfloat16*>(x),
-                      static_cast<const float*>(alpha), static_cast<const __nv_bfloat16*>(bias),
-                      static_cast<__nv_bfloat16*>(out), static_cast<float*>(partial), static_cast<int*>(arrivals),
-                      tokens, rows, columns, alpha_stride, row_tiles, groups, tiles_per_cta,
-                      (groups + splits - 1) / splits, column_warps};
-    const int used_splits = (groups + p.groups_per_cta - 1) / p.groups_per_cta;
-    const dim3 grid((row_tiles + tiles_per_cta - 1) / tiles_per_cta, used_splits);
+    const DecodeArguments p{static_cast<const unsigned char*>(weight), static_cast<const __nv_bfloat16*>(x),
+                            static_cast<const float*>(alpha), static_cast<const __nv_bfloat16*>(bias),
+                            static_cast<__nv_bfloat16*>(out), tokens, rows, columns, alpha_stride, row_tiles, groups,
+                            tiles_per_cta, (groups + splits - 1) / splits, column_warps};
+    const dim3 grid((row_tiles + tiles_per_cta - 1) / tiles_per_cta, splits);
     const auto s = static_cast<cudaStream_t>(stream);
-    const int nt = tokens <= 8 ? 1 : tokens <= 16 ? 2 : tokens <= 32 ? 4 : 8;
-#define FP4PIPE_CASE(NT, TM, GU, WARPS) \
-    if (nt == NT && tiles_per_warp == TM) return run<NT, TM, GU, WARPS>(p, grid, s, overlap != 0);
-    FP4PIPE_CASE(1, 1, 8, 16)
-    FP4PIPE_CASE(1, 2, 4, 16)
-    FP4PIPE_CASE(1, 4, 2, 16)
-    FP4PIPE_CASE(2, 1, 8, 16)
-    FP4PIPE_CASE(2, 2, 4, 16)
-    FP4PIPE_CASE(2, 4, 2, 16)
-    FP4PIPE_CASE(4, 1, 4, 16)
-    FP4PIPE_CASE(4, 2, 2, 16)
-    FP4PIPE_CASE(4, 4, 2, 8)
-    FP4PIPE_CASE(8, 1, 4, 16)
-    FP4PIPE_CASE(8, 2, 4, 8)
-    FP4PIPE_CASE(8, 4, 1, 8)
+    const int nt = tokens <= 8 ? 1 : tokens <= 16 ? 2 : 4;
+    if (tokens > 32) return cudaErrorInvalidConfiguration;
+#define FP4PIPE_CASE(NT, TM, SG, WARPS) \
+    if (nt == NT && tiles_per_warp == TM && groups_per_stage == SG) return run<NT, TM, SG, WARPS>(p, grid, s, overlap != 0);
+    FP4PIPE_CASE(1, 1, 1, 16)
+    FP4PIPE_CASE(1, 1, 4, 16)
+    FP4PIPE_CASE(1, 2, 1, 16)
+    FP4PIPE_CASE(1, 2, 2, 16)
+    FP4PIPE_CASE(1, 4, 1, 16)
+    FP4PIPE_CASE(2, 1, 1, 16)
+    FP4PIPE_CASE(2, 2, 1, 16)
+    FP4PIPE_CASE(2, 2, 2, 16)
+    FP4PIPE_CASE(2, 4, 1, 12)
+    FP4PIPE_CASE(4, 1, 1, 12)
+    FP4PIPE_CASE(4, 2, 1, 12)
+    FP4PIPE_CASE(4, 4, 1, 8)
 #undef FP4PIPE_CASE
     return cudaErrorInvalidConfiguration;
 }

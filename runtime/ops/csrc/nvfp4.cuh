@@ -1,11 +1,14 @@
 // NVFP4 weights in the tiled form, and how a warp turns them into tensor core operands.
 //
-// Layout: [N/64][K/64][4] units, one for 16 rows x 64 columns: 512 bytes of codes, then 64 bytes of block scales.
-// Lane (g, t) = (lane / 4, lane % 4) owns one 16-byte word of codes, one 32-bit part for each block of 16 columns:
-// exactly its four A registers of mma.m16n8k16 (and of wgmma), rows g and g+8, columns 2t, 2t+1, 2t+8, 2t+9.
+// Layout: [N/64][K/64] blocks of 2304 bytes: codes of four units of 16 rows, 512 bytes each, then 256 bytes of scales.
+//   codes   word c of the 16 bytes at (8t + g) * 16 holds rows g and g+8, columns 16t + {2c, 2c+1, 2c+8, 2c+9}
+//   scales  byte h at ((8t + g) * 4 + unit) * 2 scales row g + 8h of that unit, columns 16t .. 16t+15
+// A word is the four A registers of mma.m16n8k16 (and of wgmma) in one of two ways. Read by ldmatrix, step t of a unit is
+// the 16 columns of block t in their order. Read 16 bytes a lane (g, t), step c mixes four blocks, lane t always holding
+// columns of block t: one pair of scales serves all four steps, and the lane's columns of x lie side by side.
 //
-// Codes inside a 32-bit part are spread so that a register is a bf16 pair after few instructions: sign, two exponent
-// bits and the mantissa bit land on bits 15, 8, 7, 6 of each half, which reads as the E2M1 value times 2^-126.
+// Codes inside a word are spread so that a register is a bf16 pair after few instructions: sign, two exponent bits and
+// the mantissa bit land on bits 15, 8, 7, 6 of each half, which reads as the E2M1 value times 2^-126.
 //   register 0: in place;  1: rotate left by 10;  2: rotate left by 13;  3: four bits moved by one multiplication.
 //
 // A block scale is a byte [e0 m2 m1 m0 e4 e3 e2 e1]: five exponent bits (bias 9) and three mantissa bits, so that
@@ -20,17 +23,18 @@
 
 namespace fp4pipe {
 
-constexpr int kUnitBytes = 576;             // 16 rows x 64 columns
-constexpr int kBlockBytes = 4 * kUnitBytes; // 64 rows x 64 columns
+constexpr int kUnitBytes = 512;     // codes of 16 rows x 64 columns
+constexpr int kScalesOffset = 2048; // of a block's scales
+constexpr int kBlockBytes = 2304;   // 64 rows x 64 columns
 constexpr float kWeightExponent = 1048576.0f; // 2^20, undone in the epilogue
 constexpr uint32_t kCodeMask = 0x81C081C0u;
 
-// Two block scales (rows g and g+8) of 16-column block `block % 2` from a lane's scale word: low half g, high half g+8.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t word, int block) {
+// The two scales (rows g and g+8) in half `half` of a word: one in each half of the result.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t word, int half) {
     uint32_t out, exponent;
     // Opaque, so that one three-input operation takes mask and exponent together.
     asm("mov.b32 %0, 0x70007000;" : "=r"(exponent));
-    asm("lop3.b32 %0, %1, 0x0FF00FF0, %2, 0xEA;" : "=r"(out) : "r"(__byte_perm(word, 0, block % 2 ? 0x3322 : 0x1100)), "r"(exponent));
+    asm("lop3.b32 %0, %1, 0x0FF00FF0, %2, 0xEA;" : "=r"(out) : "r"(__byte_perm(word, 0, half ? 0x3322 : 0x1100)), "r"(exponent));
     return out;
 }
 
@@ -56,6 +60,12 @@ __device__ __forceinline__ void dequantize(uint32_t codes, uint32_t scales, uint
     a[1] = multiply_high(__funnelshift_l(codes, codes, 10) & kCodeMask, scales);
     a[2] = multiply_low(__funnelshift_l(codes, codes, 13) & kCodeMask, scales);
     a[3] = multiply_high(((codes & 0x001B001Bu) * 0x4108u) & kCodeMask, scales);
+}
+
+// Four 8x8 matrices of 16-bit elements, rows from the address each lane gives.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -92,6 +102,10 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
                      destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -100,21 +114,24 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 // ---- host -----------------------------------------------------------------------------------------------------------
 
 // Launch `kernel` so that it may start, and fetch weights, before the previous kernel of the stream has finished.
+// CTAs run in clusters of `cluster`.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
-                   bool overlap, Arguments... arguments) {
+                   bool overlap, dim3 cluster, Arguments... arguments) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {cluster.x, cluster.y, cluster.z};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -1,9 +1,10 @@
 // W4A16 product for many tokens (SM90): out[m][n] = alpha[n] * sum_k x[m][k] w[n][k] + bias[n].
 //
-// One CTA makes tiles of 128 rows (of the weight) x TOKENS tokens. A producer warp copies 64 columns at a time into a
-// ring: x by a tensor map with 128-byte swizzle, packed weights by plain bulk copies. Two warpgroups each turn 64 rows
-// of packed weight into bf16 registers and feed them to wgmma as its A operand, one step ahead of the tensor cores.
+// One CTA makes tiles of 64 * GROUPS rows (of the weight) x TOKENS tokens. A producer warp copies 64 columns at a time
+// into a ring, x with 128-byte swizzle, packed weights as they are: two tensor copies a stage. GROUPS warpgroups each turn
+// 64 rows of packed weight into bf16 registers and feed them to wgmma as its A operand, a step ahead of the tensor cores.
 // With few tiles, CTAs split the columns; partial sums go through a workspace and the last to arrive adds them in order.
+// CTAs of a cluster make tiles of different rows and the same tokens: each fetches its share of x for all of them.
 #include <cuda.h>
 
 #include "nvfp4.cuh"
@@ -24,18 +25,15 @@ struct PrefillArguments {
     int row_blocks, groups, groups_per_split;
 };
 
-constexpr int kConsumers = 256;
-constexpr int kWeightStage = 2 * kBlockBytes;
-constexpr int kTokenGroup = 16;    // token tiles that run together, so that their x stays in L2
+constexpr int kTokenGroup = 8;     // token tiles that run together, so that their x stays in L2
 constexpr int kStagingPitch = 144; // bytes: 64 rows in bf16, and 16 to spread tokens over the banks
-constexpr int kStaging = 2 * 64 * kStagingPitch;
 
-template <int TOKENS>
+template <int TOKENS, int GROUPS>
 struct Ring {
-    static constexpr int kTokenStage = TOKENS * 128;
-    static constexpr int kStages = (232448 - 1024 - kStaging - 256) / (kTokenStage + kWeightStage) > 8
-                                       ? 8
-                                       : (232448 - 1024 - kStaging - 256) / (kTokenStage + kWeightStage);
+    static constexpr int kTokenStage = TOKENS * 128, kWeightStage = GROUPS * kBlockBytes;
+    static constexpr int kStaging = GROUPS * 64 * kStagingPitch;
+    static constexpr int kFit = (232448 - 1024 - kStaging - 256) / (kTokenStage + kWeightStage);
+    static constexpr int kStages = kFit > 12 ? 12 : kFit;
     static constexpr int kWeights = kStages * kTokenStage;
     static constexpr int kStage = kWeights + kStages * kWeightStage;
     static constexpr int kBarriers = kStage + kStaging;
@@ -53,14 +51,32 @@ __device__ __forceinline__ Unit unit_of(const PrefillArguments& p, int index) {
     return {rest / width / p.splits, group * kTokenGroup + rest % width, rest / width % p.splits};
 }
 
+// Copy a box of x to the same place in every CTA of the cluster, and tell each one's barrier.
+template <int CLUSTER>
 __device__ __forceinline__ void copy_tokens(uint32_t destination, const CUtensorMap* map, int column, int token, uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     destination), "l"(map), "r"(column), "r"(token), "r"(barrier) : "memory");
+    if constexpr (CLUSTER == 1)
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                     "[%1, {%2, %3}], [%4];" ::"r"(destination), "l"(map), "r"(column), "r"(token), "r"(barrier) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                     "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination), "l"(map), "r"(column), "r"(token), "r"(barrier),
+                     "h"(static_cast<uint16_t>((1 << CLUSTER) - 1)) : "memory");
+}
+
+// Copy GROUPS blocks of the packed weight: [block][group * 9 ...][256 bytes].
+__device__ __forceinline__ void copy_weights(uint32_t destination, const CUtensorMap* map, int group, int block, uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%2, %3, %4}], [%5];" ::"r"(destination), "l"(map), "r"(0), "r"(group * (kBlockBytes / 256)), "r"(block),
+                 "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
+    asm volatile("{.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
-    if (warpgroup == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
-    else asm volatile("bar.sync 2, 128;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -104,73 +120,83 @@ __device__ __forceinline__ void write_tile(const PrefillArguments& p, float (&d)
     }
 }
 
-template <int TOKENS>
-__global__ void __launch_bounds__(384, 1)
-    prefill_kernel(const PrefillArguments p, const __grid_constant__ CUtensorMap x_map) {
-    using R = Ring<TOKENS>;
-    extern __shared__ unsigned char unaligned[];
-    __shared__ int arrived[2];
-    unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-    const uint32_t base = shared_address(shared), full = base + R::kBarriers, empty = full + R::kStages * 8;
-    const int units = p.row_tiles * p.token_tiles * p.splits;
+__device__ __forceinline__ uint32_t load_scale(uint32_t address) {
+    uint32_t v;
+    asm volatile("{.reg .u16 s;\n\tld.shared.u16 s, [%1];\n\tcvt.u32.u16 %0, s;}" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < R::kStages; ++s) {
-            barrier_init(full + s * 8, 1);
-            barrier_init(empty + s * 8, kConsumers / 32);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+// Registers of a producer and of a consumer thread: together what the launch bound leaves at entry.
+template <int GROUPS>
+__device__ __forceinline__ void shrink() {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+}
 
-    if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x != 0) return;
-        const auto copy_weights = [&](int stage, const Unit& u, int group) {
-            const int blocks = min(2, p.row_blocks - u.row_tile * 2);
-            barrier_expect(full + stage * 8, R::kTokenStage + blocks * kBlockBytes);
-            for (int b = 0; b < blocks; ++b)
-                bulk_copy(base + R::kWeights + stage * kWeightStage + b * kBlockBytes,
-                          p.weight + (static_cast<size_t>(u.row_tile * 2 + b) * p.groups + group) * kBlockBytes,
-                          kBlockBytes, full + stage * 8);
-        };
-        const auto copy_x = [&](int stage, const Unit& u, int group) {
-            copy_tokens(base + stage * R::kTokenStage, &x_map, group * 64, u.token_tile * TOKENS, full + stage * 8);
-        };
-        // Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
-        int ahead = 0;
-        if (static_cast<int>(blockIdx.x) < units) {
-            const Unit u = unit_of(p, blockIdx.x);
-            const int begin = u.split * p.groups_per_split, end = min(begin + p.groups_per_split, p.groups);
-            ahead = min(R::kStages, end - begin);
-            for (int i = 0; i < ahead; ++i) copy_weights(i, u, begin + i);
+template <int GROUPS>
+__device__ __forceinline__ void grow() {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    else if constexpr (GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+}
+
+// One thread keeps the ring full.
+template <int TOKENS, int GROUPS, int CLUSTER>
+__device__ __forceinline__ void produce(const PrefillArguments& p, const CUtensorMap* x_map, const CUtensorMap* w_map, uint32_t base,
+                                        int rank, int first, int clusters, int units) {
+    using R = Ring<TOKENS, GROUPS>;
+    constexpr int kShare = TOKENS / CLUSTER;
+    const uint32_t full = base + R::kBarriers, empty = full + R::kStages * 8;
+    const auto fetch_weights = [&](int stage, int group, int block) {
+        barrier_expect(full + stage * 8, R::kTokenStage + R::kWeightStage);
+        copy_weights(base + R::kWeights + stage * R::kWeightStage, w_map, group, block, full + stage * 8);
+    };
+    const auto fetch_x = [&](int stage, int group, int token) {
+        copy_tokens<CLUSTER>(base + stage * R::kTokenStage + rank * kShare * 128, x_map, group * 64, token, full + stage * 8);
+    };
+    int stage = 0, phase = 1;  // the first pass over the ring waits for nobody
+    for (int index = first; index < units; index += clusters) {
+        const Unit u = unit_of(p, index);
+        const int block = (u.row_tile * CLUSTER + rank) * GROUPS, token = u.token_tile * TOKENS + rank * kShare;
+        int group = u.split * p.groups_per_split;
+        const int end = min(group + p.groups_per_split, p.groups);
+        if (index == first) {
+            // Weights do not depend on the previous kernel: fill the ring with them before waiting for it.
+            const int ahead = min(R::kStages, end - group);
+            for (int i = 0; i < ahead; ++i) fetch_weights(i, group + i, block);
             wait_for_previous_kernel();
             let_next_kernel_start();
-            for (int i = 0; i < ahead; ++i) copy_x(i, u, begin + i);
+            for (int i = 0; i < ahead; ++i) fetch_x(i, group + i, token);
+            group += ahead, stage = ahead % R::kStages, phase = ahead == R::kStages ? 0 : 1;
         }
-        int count = 0;
-        for (int index = blockIdx.x; index < units; index += gridDim.x) {
-            const Unit u = unit_of(p, index);
-            const int begin = u.split * p.groups_per_split, end = min(begin + p.groups_per_split, p.groups);
-            for (int group = begin; group < end; ++group, ++count) {
-                if (count < ahead) continue;
-                const int stage = count % R::kStages;
-                if (count >= R::kStages) barrier_wait(empty + stage * 8, (count / R::kStages - 1) & 1);
-                copy_weights(stage, u, group);
-                copy_x(stage, u, group);
-            }
+        for (; group < end; ++group) {
+            barrier_wait(empty + stage * 8, phase);
+            fetch_weights(stage, group, block);
+            fetch_x(stage, group, token);
+            if (++stage == R::kStages) stage = 0, phase ^= 1;
         }
-        return;
     }
+}
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+// A warpgroup turns packed weights into operands, multiplies, and writes its 64 rows of each tile.
+template <int TOKENS, int GROUPS, int CLUSTER>
+__device__ __forceinline__ void consume(const PrefillArguments& p, unsigned char* shared, int rank, int first, int clusters,
+                                        int units) {
+    using R = Ring<TOKENS, GROUPS>;
+    __shared__ int arrived[GROUPS];
+    const uint32_t base = shared_address(shared), full = base + R::kBarriers, empty = full + R::kStages * 8;
     wait_for_previous_kernel();
     const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     unsigned char* staging = shared + R::kStage + warpgroup * 64 * kStagingPitch;
-    const unsigned char* my_weights = shared + R::kWeights + warpgroup * kBlockBytes + warp * kUnitBytes;
+    const uint32_t my_block = base + R::kWeights + warpgroup * kBlockBytes;
+    const uint32_t my_codes = my_block + warp * kUnitBytes + lane * 16, my_scales = my_block + kScalesOffset + lane / 4 * 8 + warp * 2;
     int stage = 0, phase = 0;
+    const auto release = [&](int stage) {
+        if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + stage * 8);
+        if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(empty + stage * 8, lane);
+    };
 
-    for (int index = blockIdx.x; index < units; index += gridDim.x) {
+    for (int index = first; index < units; index += clusters) {
         const Unit u = unit_of(p, index);
         const int begin = u.split * p.groups_per_split, steps = min(p.groups_per_split, p.groups - begin);
         float d[TOKENS / 2] = {};
@@ -178,13 +204,11 @@ __global__ void __launch_bounds__(384, 1)
         int previous = -1;
         const auto step = [&](uint32_t (&a)[4][4]) {
             barrier_wait(full + stage * 8, phase);
-            const unsigned char* unit = my_weights + stage * kWeightStage;
-            const uint4 codes = *reinterpret_cast<const uint4*>(unit + lane * 16);
-            const uint2 scales = *reinterpret_cast<const uint2*>(unit + 512 + lane / 4 * 8);
-            dequantize(codes.x, scale_pair(scales.x, 0), a[0]);
-            dequantize(codes.y, scale_pair(scales.x, 1), a[1]);
-            dequantize(codes.z, scale_pair(scales.y, 0), a[2]);
-            dequantize(codes.w, scale_pair(scales.y, 1), a[3]);
+            uint32_t codes[4];
+            load_matrices(codes, my_codes + stage * R::kWeightStage);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                dequantize(codes[k], scale_pair(load_scale(my_scales + stage * R::kWeightStage + k * 64), 0), a[k]);
             const uint64_t tokens = token_descriptor(base + stage * R::kTokenStage);
 #pragma unroll
             for (int k = 0; k < 4; ++k) pin(a[k]);
@@ -193,7 +217,7 @@ __global__ void __launch_bounds__(384, 1)
             for (int k = 0; k < 4; ++k) Wgmma<TOKENS>::multiply_add(d, a[k], tokens + k * 2);
             wgmma_commit();
             wgmma_wait<1>();  // the step before this one is done with its stage and its registers
-            if (previous >= 0 && lane == 0) barrier_arrive(empty + previous * 8);
+            if (previous >= 0) release(previous);
             previous = stage;
             if (++stage == R::kStages) stage = 0, phase ^= 1;
         };
@@ -203,12 +227,12 @@ __global__ void __launch_bounds__(384, 1)
         }
         if (steps % 2) step(a[0]);
         wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(empty + previous * 8);
+        release(previous);
 
-        const int first_row = u.row_tile * 128 + warpgroup * 64, first_token = u.token_tile * TOKENS;
+        const int first_row = ((u.row_tile * CLUSTER + rank) * GROUPS + warpgroup) * 64, first_token = u.token_tile * TOKENS;
         if (first_row >= p.rows) continue;
         if (p.splits > 1) {
-            const int tile = (u.token_tile * p.row_tiles + u.row_tile) * 2 + warpgroup;
+            const int tile = ((u.token_tile * p.row_tiles + u.row_tile) * CLUSTER + rank) * GROUPS + warpgroup;
             float* sums = p.partial + static_cast<size_t>(tile) * p.splits * (TOKENS / 2) * 128 + thread;
             float* mine = sums + static_cast<size_t>(u.split) * (TOKENS / 2) * 128;
 #pragma unroll
@@ -234,6 +258,38 @@ __global__ void __launch_bounds__(384, 1)
     }
 }
 
+template <int TOKENS, int GROUPS, int CLUSTER>
+__global__ void __launch_bounds__(128 * GROUPS + 128, 1)
+    prefill_kernel(const PrefillArguments p, const __grid_constant__ CUtensorMap x_map,
+                   const __grid_constant__ CUtensorMap w_map) {
+    using R = Ring<TOKENS, GROUPS>;
+    extern __shared__ unsigned char unaligned[];
+    unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+    const uint32_t base = shared_address(shared), full = base + R::kBarriers, empty = full + R::kStages * 8;
+    const int units = p.row_tiles * p.token_tiles * p.splits;
+    const int rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < R::kStages; ++s) {
+            barrier_init(full + s * 8, 1);
+            barrier_init(empty + s * 8, GROUPS * 4 * CLUSTER);
+        }
+        barrier_init_fence();
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();
+    else __syncthreads();
+
+    if (threadIdx.x < 128) {
+        shrink<GROUPS>();
+        if (threadIdx.x == 0) produce<TOKENS, GROUPS, CLUSTER>(p, &x_map, &w_map, base, rank, first, clusters, units);
+        __syncwarp();
+    } else {
+        grow<GROUPS>();
+        consume<TOKENS, GROUPS, CLUSTER>(p, shared, rank, first, clusters, units);
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();  // nobody leaves while another may still write here
+}
+
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                                  const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -248,28 +304,36 @@ EncodeTiled encode_tiled() {
     return function;
 }
 
-template <int TOKENS>
+template <int TOKENS, int GROUPS, int CLUSTER>
 cudaError_t run(PrefillArguments p, const void* x, int columns, int processors, cudaStream_t stream, bool overlap) {
     p.token_tiles = (p.tokens + TOKENS - 1) / TOKENS;
-    CUtensorMap map;
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.tokens)};
-    const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(columns) * 2};
-    const cuuint32_t box[2] = {64, TOKENS}, steps[2] = {1, 1};
+    p.row_tiles = (p.row_blocks + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER);
     const EncodeTiled encode = encode_tiled();
     if (!encode) return cudaErrorNotSupported;
-    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), sizes, pitch, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-        return cudaErrorInvalidValue;
+    CUtensorMap x_map, w_map;
+    const cuuint64_t x_sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.tokens)};
+    const cuuint64_t x_pitch[] = {static_cast<cuuint64_t>(columns) * 2};
+    const cuuint32_t x_box[] = {64, TOKENS / CLUSTER}, steps[] = {1, 1, 1};
+    const cuuint64_t row_bytes = static_cast<cuuint64_t>(p.groups) * kBlockBytes;
+    const cuuint64_t w_sizes[] = {256, row_bytes / 256, static_cast<cuuint64_t>(p.row_blocks)}, w_pitch[] = {256, row_bytes};
+    const cuuint32_t w_box[] = {256, kBlockBytes / 256, GROUPS};
+    const CUresult encoded_x = encode(&x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), x_sizes, x_pitch, x_box, steps,
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult encoded_w = encode(&w_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<unsigned char*>(p.weight), w_sizes, w_pitch,
+                                      w_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (encoded_x != CUDA_SUCCESS || encoded_w != CUDA_SUCCESS) return cudaErrorInvalidValue;
     const int units = p.row_tiles * p.token_tiles * p.splits;
-    return launch(prefill_kernel<TOKENS>, dim3(min(units, processors)), 384, Ring<TOKENS>::kBytes, stream, overlap, p, map);
+    return launch(prefill_kernel<TOKENS, GROUPS, CLUSTER>, dim3(min(units, processors / CLUSTER) * CLUSTER),
+                  128 * GROUPS + 128, Ring<TOKENS, GROUPS>::kBytes, stream, overlap, {CLUSTER, 1, 1}, p, x_map, w_map);
 }
 
 }  // namespace fp4pipe
 
 extern "C" int fp4pipe_prefill(const void* weight, const void* x, const void* alpha, const void* bias, void* out,
                                void* partial, void* arrivals, int tokens, int rows, int columns, int alpha_stride,
-                               int tokens_per_tile, int splits, int processors, int overlap, void* stream) {
+                               int tokens_per_tile, int warpgroups, int cluster, int splits, int processors, int overlap, void* stream) {
     using namespace fp4pipe;
     PrefillArguments p{};
     p.weight = static_cast<const unsigned char*>(weight);
@@ -279,14 +343,21 @@ extern "C" int fp4pipe_prefill(const void* weight, const void* x, const void* al
     p.partial = static_cast<float*>(partial);
     p.arrivals = static_cast<int*>(arrivals);
     p.tokens = tokens, p.rows = rows, p.alpha_stride = alpha_stride;
-    p.row_tiles = (rows + 127) / 128, p.row_blocks = (rows + 63) / 64, p.groups = (columns + 63) / 64;
+    p.row_blocks = (rows + 63) / 64, p.groups = (columns + 63) / 64;
     p.groups_per_split = (p.groups + splits - 1) / splits;
     p.splits = (p.groups + p.groups_per_split - 1) / p.groups_per_split;
     const auto s = static_cast<cudaStream_t>(stream);
-    switch (tokens_per_tile) {
-        case 64: return run<64>(p, x, columns, processors, s, overlap != 0);
-        case 128: return run<128>(p, x, columns, processors, s, overlap != 0);
-        case 256: return run<256>(p, x, columns, processors, s, overlap != 0);
-        default: return cudaErrorInvalidConfiguration;
-    }
+#define FP4PIPE_CASE(TOKENS, GROUPS, CLUSTER) \
+    if (tokens_per_tile == TOKENS && warpgroups == GROUPS && cluster == CLUSTER) \
+        return run<TOKENS, GROUPS, CLUSTER>(p, x, columns, processors, s, overlap != 0);
+    FP4PIPE_CASE(64, 2, 1)
+    FP4PIPE_CASE(64, 4, 1)
+    FP4PIPE_CASE(128, 2, 1)
+    FP4PIPE_CASE(128, 2, 2)
+    FP4PIPE_CASE(128, 3, 1)
+    FP4PIPE_CASE(128, 3, 2)
+    FP4PIPE_CASE(256, 2, 1)
+    FP4PIPE_CASE(256, 2, 2)
+#undef FP4PIPE_CASE
+    return cudaErrorInvalidConfiguration;
 }
