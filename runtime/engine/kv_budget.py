@@ -1,4 +1,4 @@
-"""How many pages the KV cache gets."""
+"""How large the KV cache is."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 
 from fp4pipe import console
 from fp4pipe.errors import UsageError
+from fp4pipe.runtime.cache import KVCache
 from fp4pipe.runtime.model import Model
 
 CPU_SHARE = 0.25
@@ -16,32 +17,41 @@ GPU_SHARE = 0.9
 """Share of the memory left after the weights on a GPU; the rest is for activations."""
 
 
-def kv_pages(model: Model, *, kv_tokens: int | None, page_size: int, max_running: int) -> int:
-    """Pages for `kv_tokens`, or for as many tokens as the free memory allows and `max_running` requests can use.
+def new_cache(model: Model, *, kv_tokens: int | None, page_size: int, max_running: int) -> KVCache:
+    """A cache of `kv_tokens`, or of as many tokens as the free memory allows and `max_running` requests can use.
 
     Raises:
-        UsageError: `kv_tokens` is less than a page, or there is no memory for one page.
+        UsageError: `kv_tokens` is less than a page, or there is no memory for it.
     """
-    if kv_tokens is not None:
-        if kv_tokens < page_size:
-            raise UsageError(f"kv_tokens is {kv_tokens}", fix=f"give at least one page of {page_size} tokens")
-        tokens = kv_tokens
-    else:
-        per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.kv_layers)
-        free = _budget_bytes(model.device)
-        tokens = min(free // per_token, max_running * (model.max_context + page_size))
-        if tokens < page_size:
-            raise UsageError(
-                f"no memory for the KV cache: {console.format_bytes(free)} can be given to it",
-                fix="free some memory, or set kv_tokens",
-            )
-    pages = tokens // page_size
-    if pages * page_size < model.max_context:
+    num_pages = (_affordable(model, page_size, max_running) if kv_tokens is None else kv_tokens) // page_size
+    if num_pages < 1:
+        raise UsageError(f"kv_tokens is {kv_tokens}", fix=f"give at least one page of {page_size} tokens")
+    tokens = num_pages * page_size
+    if tokens < model.max_context:
         console.warn(
-            f"the KV cache holds {pages * page_size} tokens, fewer than the model's context of {model.max_context}; "
+            f"the KV cache holds {tokens} tokens, fewer than the model's context of {model.max_context}; "
             "longer requests are refused"
         )
-    return pages
+    try:
+        return model.new_cache(num_pages, page_size)
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
+        because = str(error).partition("\n")[0]
+        raise UsageError(
+            f"no memory for a KV cache of {tokens} tokens", because=because, fix="lower kv_tokens"
+        ) from error
+
+
+def _affordable(model: Model, page_size: int, max_running: int) -> int:
+    """Tokens."""
+    per_token = sum(layer.bytes_per_token(model.dtype) for layer in model.kv_layers)
+    free = _budget_bytes(model.device)
+    tokens = min(free // per_token, max_running * (model.max_context + page_size))
+    if tokens < page_size:
+        raise UsageError(
+            f"no memory for the KV cache: {console.format_bytes(free)} can be given to it",
+            fix="free some memory, or set kv_tokens",
+        )
+    return tokens
 
 
 def _budget_bytes(device: torch.device) -> int:

@@ -52,6 +52,11 @@ class Pages:
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that all pages hold."""
+        return self.num_pages * self.page_size
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -106,7 +106,7 @@ def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(ranks >= top_k, NEVER)
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), NEVER)
+    ordered = ordered.masked_fill(before >= top_p, NEVER)
     return torch.empty_like(scores).scatter_(1, order, ordered)
 
 

@@ -2,7 +2,12 @@
 
 import re
 from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
+
+from fp4pipe.errors import CheckpointError
 
 CONTEXT_TOKENS = 6
 """Prompt tokens decoded along with the first output: whether a word starts with a space depends on what is before."""
@@ -10,8 +15,28 @@ CONTEXT_TOKENS = 6
 LONG_WINDOW = 32
 """Tokens without a settled character after which the window is shortened."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The Hugging Face tokenizer of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: There is none, or transformers cannot read it.
+    """
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers may make up an empty one
+        raise CheckpointError(
+            f"{path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}", fix="copy them from the source model"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizer files fail in as many ways as there are tokenizers
+        because = str(error).partition("\n")[0]
+        fix = "copy the tokenizer's files from the source model"
+        raise CheckpointError(f"the tokenizer of {path} cannot be read", because=because, fix=fix) from error
 
 
 class Vocabulary:
@@ -86,9 +111,7 @@ class Detokenizer:
             return ""
         if not text.endswith(REPLACEMENT):
             return self._settle(text)
-        # Perhaps half a character. Unless a run of byte tokens follows, everything before it stays as it is.
-        if self._byte_ids:
-            return ""
+        # Perhaps half a character; everything before it stays as it is.
         sure = text[: -len(REPLACEMENT)]
         piece, self._emitted = sure[len(self._emitted) :], sure
         if len(self._pending) >= LONG_WINDOW:

@@ -16,6 +16,7 @@ from fp4pipe.runtime.engine import AsyncEngine
 from fp4pipe.runtime.serve.chat import create_chat_completion
 from fp4pipe.runtime.serve.completions import create_completion
 from fp4pipe.runtime.serve.errors import ApiError, add_error_handlers
+from fp4pipe.runtime.serve.generation import check_progress
 from fp4pipe.runtime.serve.middleware import Gate
 from fp4pipe.runtime.serve.protocol import ChatRequest, CompletionRequest
 from fp4pipe.runtime.serve.settings import ServeSettings
@@ -89,6 +90,11 @@ def _add_server_routes(app: FastAPI, state: ServerState) -> None:
             return PlainTextResponse("ok")
         reason = f": {state.failure}" if state.failure else ""
         return PlainTextResponse(f"{state.status}{reason}", 503)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        await check_progress(state)
+        return PlainTextResponse("ok")
 
     @app.get("/metrics")
     async def metrics() -> Response:

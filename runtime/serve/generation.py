@@ -1,5 +1,6 @@
 """The sequences of one API request: queued together, measured, and ended when nobody waits for them any more."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -64,3 +65,27 @@ class Generation:
             self._unfinished -= 1
             self._metrics.requests.labels(output.finish_reason).inc()
             self._metrics.latency.observe(now - self._started)
+
+
+PROGRESS_TIMEOUT_S = 20.0
+
+
+async def check_progress(state: ServerState) -> None:
+    """Have one token generated; a busy engine passes as long as it computes something meanwhile.
+
+    Raises:
+        ApiError: 503, when nothing is computed.
+    """
+    before = state.engine.stats()["steps"]
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    stream = state.engine.submit([([0], params)])
+    try:
+        async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+            async for _, output in stream:
+                if output.error:
+                    raise ApiError(503, f"generation fails: {output.error}", code="unhealthy")
+    except TimeoutError:
+        if state.engine.stats()["steps"] == before:
+            raise ApiError(503, f"no step ended in {PROGRESS_TIMEOUT_S:.0f} s", code="unhealthy") from None
+    finally:
+        stream.close()

@@ -31,12 +31,12 @@ class ServerState:
         self.path = path
         self.model_name = model_name
         self.created = int(time.time())
+        self._engine: AsyncEngine | None = None
         self.metrics = Metrics(self.engine_stats)
         self.in_flight = 0
         """HTTP requests for work that are not fully answered."""
         self.draining = False
         self.load_failure: BaseException | None = None
-        self._engine: AsyncEngine | None = None
         # One thread: encoding is quick, and Hugging Face's tokenizers must not be called from two threads at a time.
         self._encoder = ThreadPoolExecutor(1, "fp4pipe-encode")
 

@@ -101,7 +101,17 @@ def test_a_stop_string_ends_the_text_before_it(make_engine) -> None:
     assert cut.text == full.text[: full.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    (late,) = engine.generate([[5] * 3], SamplingParams(max_tokens=30, stop=(stop,), min_tokens=29))
+    assert late.text.startswith(full.text[:8])
+    assert len(late.token_ids) >= 29
     idle(engine)
+
+
+def test_a_request_waits_rather_than_be_preempted_at_once(make_engine) -> None:
+    engine = make_engine(num_pages=12)
+    done = engine.generate([[i] * 40 for i in (5, 6, 7)], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [len(c.token_ids) for c in done] == [6] * 3
+    assert engine.stats()["preemptions"] == 0
 
 
 def test_prompt_logits_are_those_of_every_position(make_engine) -> None:
@@ -136,8 +146,8 @@ def test_a_request_that_can_never_run_is_refused(make_engine) -> None:
     engine = make_engine()
     for prompt, params, match in [
         ([], {}, "empty"),
-        ([600], {}, "600 is outside the vocabulary of 512"),
-        ([-1], {}, "-1 is outside"),
+        ([600], {}, "prompt has token id 600, outside the vocabulary of 512"),
+        ([-1], {}, "token id -1, outside"),
         ([1] * 200, {"max_tokens": None}, "200 prompt tokens and at least 1 to generate exceed the context of 200"),
         ([1] * 190, {"max_tokens": 11}, "190 prompt tokens and 11"),
         ([1], {"logit_bias": {512: 1.0}}, "logit_bias has token id 512"),

@@ -113,3 +113,18 @@ def test_the_cache_is_sized_from_free_memory_by_default(path) -> None:
     engine = Engine.load(path, graphs="off", progress=False, max_running=2)
     assert engine.pages.num_pages * 16 == 2 * (512 + 16)
     assert engine.max_context == 512
+
+
+def test_a_cache_beyond_all_memory_is_refused(path) -> None:
+    with pytest.raises(UsageError, match="no memory for a KV cache of 100000000000000 tokens"):
+        Engine.load(path, graphs="off", progress=False, kv_tokens=10**14)
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(path, tmp_path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(path / name)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        Engine.load(tmp_path, graphs="off", progress=False)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer of .* cannot be read"):
+        Engine.load(tmp_path, graphs="off", progress=False)

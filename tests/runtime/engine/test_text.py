@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fp4pipe.runtime.engine.text import REPLACEMENT, StopStrings, Vocabulary
+from fp4pipe.runtime.engine.text import REPLACEMENT, Detokenizer, StopStrings, Vocabulary
 
 TEXTS = (
     "plain words, then a newline\n\n  and spaces",
@@ -97,6 +97,23 @@ def test_long_invalid_bytes_are_streamed_with_a_bounded_window(byte_level: Vocab
     text = "".join(stream.push(token, may_stop=True)[0] for token in ids) + stream.finish()[0]
     assert text == byte_level.decode(ids)
     assert max(decoded) < 50
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_tokens_that_cut_characters_anywhere_join_to_the_full_decode(data) -> None:
+    pieces_of = ["你", "é", "🤗", "a", "\N{REPLACEMENT CHARACTER}"]
+    raw = "".join(data.draw(st.lists(st.sampled_from(pieces_of), max_size=60))).encode()
+    if data.draw(st.booleans()):
+        raw = raw.replace(b"a", b"\xff")
+    # Cuts just after the first byte of a character keep the text's end open for as long as possible.
+    opening = [i + 1 for i, byte in enumerate(raw) if byte >= 0xC0]
+    cuts = opening if data.draw(st.booleans()) else sorted(data.draw(st.sets(st.integers(1, max(1, len(raw))))))
+    table = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    stream = Detokenizer(
+        lambda ids: b"".join(table[i] for i in ids).decode("utf-8", "replace"), visible=range(len(table))
+    )
+    assert "".join([*map(stream.push, range(len(table))), stream.flush()]) == raw.decode("utf-8", "replace")
 
 
 def test_tokens_without_text_cost_nothing(byte_level: Vocabulary) -> None:

@@ -17,7 +17,8 @@ from openai import APIStatusError, AuthenticationError, InternalServerError, Ope
 
 from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine import Engine, SamplingParams
-from fp4pipe.runtime.serve import ServeSettings, running_server, serve
+from fp4pipe.runtime.serve import ServeSettings, generation, running_server, serve
+from fp4pipe.runtime.serve.server import _listen
 from tests.runtime.serve.conftest import metric, wait_for
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -172,6 +173,28 @@ def test_the_engine_is_free_again_after_its_server(load) -> None:
             assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert len(engine.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
         idle(engine)
+
+
+def test_health_generate_asks_for_progress(slow: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(generation, "PROGRESS_TIMEOUT_S", 0.2)
+    with running_server(slow, ServeSettings(port=0)) as url:
+        assert httpx.get(f"{url}/health_generate").status_code == 200
+        slow.scheduler.max_running = 1
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert httpx.get(f"{url}/health_generate").status_code == 200  # busy, and moving
+            stuck, forward = threading.Event(), slow.runner.forward
+            slow.runner.forward = lambda batch: (stuck.wait(10), forward(batch))[1]  # type: ignore[method-assign]
+            time.sleep(0.1)
+            assert httpx.get(f"{url}/health_generate").json()["error"]["code"] == "unhealthy"
+            stuck.set()
+    idle(slow)
+
+
+def test_tokens_leave_without_nagles_delay() -> None:
+    with _listen(ServeSettings(port=0)) as sock:
+        assert sock.proto == socket.IPPROTO_TCP  # asyncio sets TCP_NODELAY on connections of such sockets only
 
 
 def test_a_port_that_is_taken_is_said(path: Path) -> None:
