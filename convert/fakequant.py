@@ -6,6 +6,7 @@ project's numerics, which are tested against it. It is put on input quantizers o
 silently switch off ModelOpt's scale searches.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,19 +16,22 @@ from fp4pipe.convert.quiet import quiet
 from fp4pipe.nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX
 
 BACKEND = "fp4pipe_nvfp4"
+"""Rounds by ModelOpt's formulas (`round_activation`)."""
+HARDWARE_BACKEND = "fp4pipe_nvfp4_hardware"
+"""Rounds in Blackwell's order of operations (`round_as_hardware`)."""
 
 
-def register_backend() -> str:
-    """Make the backend known to ModelOpt, once; returns its name, for ``cfg["backend"]``."""
+def register_backend(name: str = BACKEND) -> str:
+    """Make `name`, one of the two backends, known to ModelOpt, once; returns it, for ``cfg["backend"]``."""
     with quiet():
         from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
             is_registered_quant_backend,
             register_quant_backend,
         )
 
-        if not is_registered_quant_backend(BACKEND):
-            register_quant_backend(BACKEND, _fake_quantize)
-    return BACKEND
+        if not is_registered_quant_backend(name):
+            register_quant_backend(name, _backend_of(_ROUNDINGS[name]))
+    return name
 
 
 def round_weight(weight: Tensor, global_scale: Tensor) -> Tensor:
@@ -55,13 +59,37 @@ def round_activation(x: Tensor, global_scale: Tensor) -> Tensor:
     block_scale, _ = NVFP4QTensor.get_weights_scaling_factor(x, BLOCK, global_scale)
     scale = (block_scale.float() * global_scale).unsqueeze(-1)
     scaled = x.unflatten(-1, (-1, BLOCK)) / scale
+    return (_to_e2m1(scaled) * scale).flatten(-2)
+
+
+def round_as_hardware(x: Tensor, global_scale: Tensor) -> Tensor:
+    """Activations ``[..., K]`` quantized and dequantized in the order of operations of Blackwell's quantizer.
+
+    ModelOpt divides by the product of the two scales; the hardware multiplies by the reciprocal of one and divides by
+    the other; both in float32. About one code in 100,000 comes out differently, and a small model amplifies one
+    different code to the size of the quantization noise within a few layers. Codes are decided in float32 whatever the
+    dtype of `x`; the values they stand for are formed in `x`'s dtype, so a float64 model adds no rounding of its own.
+    """
+    inverse = 1.0 / global_scale.float()
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    wanted = (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX * inverse).clamp(max=E4M3_MAX)
+    scale = wanted.to(torch.float8_e4m3fn).float()
+    scaled = blocks * inverse / torch.where(scale == 0, 1.0, scale)
+    return (_to_e2m1(scaled).to(x.dtype) * (scale.to(x.dtype) * global_scale.to(x.dtype))).flatten(-2)
+
+
+def _to_e2m1(scaled: Tensor) -> Tensor:
     magnitude = scaled.abs()
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    rounded = ((magnitude / spacing).round() * spacing).clamp(max=E2M1_MAX)
-    return (torch.copysign(rounded, scaled) * scale).flatten(-2)
+    return torch.copysign(((magnitude / spacing).round() * spacing).clamp(max=E2M1_MAX), scaled)
 
 
-def _fake_quantize(inputs: Tensor, quantizer: Any) -> Tensor:
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    rounded = round_activation(rows, quantizer.amax.float() / (E2M1_MAX * E4M3_MAX))
-    return rounded.view(inputs.shape).to(inputs.dtype)
+_ROUNDINGS = {BACKEND: round_activation, HARDWARE_BACKEND: round_as_hardware}
+
+
+def _backend_of(rounding: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    def fake_quantize(inputs: Tensor, quantizer: Any) -> Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return rounding(rows, quantizer.amax.float() / (E2M1_MAX * E4M3_MAX)).view(inputs.shape).to(inputs.dtype)
+
+    return fake_quantize

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.convert.calibrate import enabled_quantizers
-from fp4pipe.convert.fakequant import register_backend, round_weight
+from fp4pipe.convert.fakequant import HARDWARE_BACKEND, register_backend, round_weight
 from fp4pipe.convert.model import load
 from fp4pipe.convert.quiet import quiet
 from fp4pipe.convert.scheme import NVFP4
@@ -95,7 +95,9 @@ class ModelOptReference:
             {"quantizer_name": "*weight_quantizer", "cfg": dict(NVFP4)},
         ]
         if any(linear.input_scale is not None for linear in linears.values()):
-            rules.append({"quantizer_name": "*input_quantizer", "cfg": NVFP4 | {"backend": register_backend()}})
+            rules.append(
+                {"quantizer_name": "*input_quantizer", "cfg": NVFP4 | {"backend": register_backend(HARDWARE_BACKEND)}}
+            )
         with quiet():
             import modelopt.torch.quantization as mtq
 

@@ -17,7 +17,7 @@ from fp4pipe.runtime.cache import KVCache, LayerKV
 from fp4pipe.runtime.fill import fill, refuse_unsupported
 from fp4pipe.runtime.ops import resolve_mode
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
 class Model:

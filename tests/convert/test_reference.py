@@ -7,8 +7,9 @@ import torch
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from transformers import AutoModelForCausalLM
 
+from fp4pipe import nvfp4
 from fp4pipe.checkpoint import Checkpoint
-from fp4pipe.convert.fakequant import round_activation, round_weight
+from fp4pipe.convert.fakequant import round_activation, round_as_hardware, round_weight
 from fp4pipe.convert.quantize import QuantizeResult
 from fp4pipe.convert.reference import ModelOptReference, amax_of
 from fp4pipe.convert.source import Source
@@ -84,6 +85,17 @@ def test_rounding_is_modelopts(dtype: torch.dtype) -> None:
         )
         assert torch.equal(round_activation(x, scale), theirs)
         assert torch.equal(round_weight(x, scale), theirs)
+
+
+def test_hardware_rounding_is_the_quantizers_and_nearly_modelopts() -> None:
+    x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(3))
+    x[7, :32] = 0
+    scale = nvfp4.global_scale_of(x.abs().amax() * 0.9)  # some blocks saturate
+    hardware = round_as_hardware(x, scale)
+    assert torch.equal(hardware, nvfp4.fake_quantize_activation(x, scale))
+    torch.testing.assert_close(round_as_hardware(x.double(), scale).float(), hardware, rtol=2e-7, atol=0)
+    differing = (hardware - round_activation(x, scale)).abs() > 1e-6
+    assert differing.float().mean() < 1e-4
 
 
 def test_amax_of_inverts_modelopts_division() -> None:
