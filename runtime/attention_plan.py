@@ -14,8 +14,8 @@ PADDING = 1.5
 """A group's padded work stays within this factor of its real work ..."""
 SMALL = 1 << 15
 """... unless it has fewer scores than this, where one call costs more than the padding."""
-MAX_GATHERED = 1 << 16
-"""Keys that one group gathers at most, in tokens, which bounds its memory."""
+MAX_GATHERED = 1 << 10
+"""Keys that a group of several gathers at most, in tokens: few enough to be read again from the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Group:
     def run(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
         """Fill the group's rows of `out`; `keys` and `values` are the layer's cache ``[slots, kv_heads, head_dim]``."""
         if self.slots is None:
-            keys, values = k[self.queries], v[self.queries]
+            keys, values = _rows(k, self.queries), _rows(v, self.queries)
         else:
-            keys, values = keys[self.slots].to(q.dtype), values[self.slots].to(q.dtype)
+            keys, values = _rows(keys, self.slots).to(q.dtype), _rows(values, self.slots).to(q.dtype)
         attended = F.scaled_dot_product_attention(
-            q[self.queries].transpose(1, 2),
+            _rows(q, self.queries).transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
             self.mask,
@@ -54,7 +54,12 @@ class Group:
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        out[self.targets] = attended.transpose(1, 2).flatten(0, 1)[self.real]
+        out.index_copy_(0, self.targets, _rows(attended.transpose(1, 2).flatten(0, 1), self.real))
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` for ``x [N, ...]`` and an index of any shape; row by row, which is faster than indexing."""
+    return x.flatten(1).index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 class _Span(NamedTuple):

@@ -1,7 +1,7 @@
 """Two ways to run a model's body through static buffers: as compiled pieces, or as Hugging Face wrote it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ class CompiledBody:
         model: What to trace.
         compiler: ``inductor`` or ``eager``.
         max_tokens: Most tokens of a step.
+        buckets: Token counts that will recur, for which every call is bound beforehand.
     """
 
-    def __init__(self, model: Model, compiler: str, max_tokens: int) -> None:
+    def __init__(self, model: Model, compiler: str, max_tokens: int, buckets: Sequence[int] = ()) -> None:
         started = time.perf_counter()
         traced = trace(model)
         self.rewritten = rewrite(traced)
@@ -43,26 +44,21 @@ class CompiledBody:
         self.from_disk = compilation.from_disk
         self.buffers = Buffers(program, max_tokens, model.device)
         self._output = program.output
-        self._calls: dict[int, list[Callable[[], Any]]] = {}
+        self._calls = {tokens: self._bind_all(tokens) for tokens in buckets}
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         """The static int64 ``[1, tokens]`` ids and positions, to be filled before `run`."""
         return self.buffers.view(INPUT_IDS, tokens), self.buffers.view(POSITION_IDS, tokens)
 
-    def prepare(self, tokens: int) -> None:
-        """Bind the arguments of every step for `tokens` once, so that a run only calls."""
-        self._calls[tokens] = [self._bind(step, compiled, tokens) for step, compiled in self._steps]
-
     def run(self, tokens: int) -> Tensor:
         """Hidden states ``[1, tokens, H]``, in a static buffer."""
-        calls = self._calls.get(tokens)
-        if calls is not None:
-            for call in calls:
-                call()
-        else:
-            for step, compiled in self._steps:
-                self._bind(step, compiled, tokens)()
+        for call in self._calls.get(tokens) or self._bind_all(tokens):
+            call()
         return self.buffers.view(self._output, tokens)
+
+    def _bind_all(self, tokens: int) -> list[Callable[[], Any]]:
+        """Every step of the program with the arguments it has in a step of `tokens`."""
+        return [self._bind(step, compiled, tokens) for step, compiled in self._steps]
 
     def _bind(self, step: Piece | AttentionCall, compiled: Callable[..., Any] | None, tokens: int) -> Callable[[], Any]:
         view = self.buffers.view

@@ -58,7 +58,7 @@ class Runner:
         self.buckets = buckets or token_buckets(max_tokens)
         self.body: CompiledBody | EagerBody | None = None
         if graphs == "compiled":
-            self.body = CompiledBody(model, self.compiler, max_tokens)
+            self.body = CompiledBody(model, self.compiler, max_tokens, self.buckets)
         elif graphs == "segmented":
             self.body = EagerBody(model, max_tokens)
         self._replays: Counter[int] = Counter()

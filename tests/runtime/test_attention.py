@@ -98,7 +98,7 @@ def test_keys_and_values_are_kept_in_the_caches_dtype():
 
 
 def test_like_lengths_share_a_call_and_unlike_do_not():
-    sequences = Sequences([300] * 6 + [20] * 6, num_pages=1000)
+    sequences = Sequences([150] * 6 + [20] * 6, num_pages=1000)
     batch = sequences.whole()
     assert len(plan_groups(batch, PAGE, 0, torch.device("cpu"))) == 2
 
