@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from fp4pipe.allocator import keep_freed_memory
+
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 
 if os.environ.get("FP4PIPE_TEST_HUB") != "1":  # read by huggingface_hub when it is imported
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+keep_freed_memory()  # as the command does
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

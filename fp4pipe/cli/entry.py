@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fp4pipe import __version__, console
+from fp4pipe.allocator import keep_freed_memory
 from fp4pipe.cli.doctor import doctor
 from fp4pipe.cli.inspect import inspect
 from fp4pipe.cli.outcome import Interrupted, Outcome
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    keep_freed_memory()
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
     debug = "--debug" in words or os.environ.get("FP4PIPE_DEBUG") == "1"
