@@ -1,7 +1,7 @@
 """Keeping freed memory in the process, which is what makes PyTorch quick on a CPU.
 
 glibc returns every block above its mmap threshold (128 KiB at first) to the kernel when it is freed, and the next
-temporary of the same size faults its pages in again, zeroed, at well under a GB/s: more than the arithmetic on it costs.
+temporary of the same size faults its pages in again, zeroed, at under 1 GB/s: more than the arithmetic on it costs.
 """
 
 import ctypes
