@@ -36,10 +36,10 @@ def read_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} has no config.json", fix="the directory of a Hugging Face model")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path / 'config.json'} is not a configuration transformers knows", because=str(error)
+            f"{path / 'config.json'} is not a configuration transformers knows", because=_first_line(error)
         ) from error
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
@@ -71,6 +71,10 @@ def _rope_types(parameters: Any) -> list[str]:
     return own + [t for nested in parameters.values() for t in _rope_types(nested)]
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _unavailable(config: PretrainedConfig, because: str) -> Unavailable:
     return Unavailable(
         f"models of type {config.model_type!r} do not run here", because=because, fix=f"one of the {SUPPORTED}"
@@ -87,7 +91,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     except ValueError as error:
-        raise _unavailable(config, str(error)) from error
+        raise _unavailable(config, _first_line(error)) from error
     model.eval().requires_grad_(False)
     if not model.is_backend_compatible():
         raise _unavailable(config, "its attention does not go through transformers' attention interface")
@@ -131,7 +135,7 @@ def kv_layers_of(model: PreTrainedModel) -> list[LayerKV]:
         try:
             model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise _unavailable(model.config, f"its forward does not run without data: {error}") from error
+            raise _unavailable(model.config, f"its forward does not run without data: {_first_line(error)}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(seen.calls) != list(range(layers)):
         raise _unavailable(model.config, f"{len(seen.calls)} of its {layers} layers call the attention interface")
