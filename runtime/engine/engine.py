@@ -74,7 +74,8 @@ class Engine(EngineCore):
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        chunk_tokens = chunk_tokens or (512 if device == "cpu" else 8192)
+        if chunk_tokens is None:
+            chunk_tokens = 512 if device == "cpu" else 8192
         for name, value in (("max_running", max_running), ("chunk_tokens", chunk_tokens), ("page_size", page_size)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", fix="give at least 1")

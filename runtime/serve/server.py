@@ -18,6 +18,8 @@ from fp4pipe.runtime.serve.app import app_of
 from fp4pipe.runtime.serve.settings import ServeSettings
 from fp4pipe.runtime.serve.state import ServerState
 
+KEEP_ALIVE_S = 75
+"""Time an idle connection stays open; clients that reuse one just as it closes see an error."""
 CLOSE_TIMEOUT_S = 5
 """Time for connections to close once no work is left on them."""
 
@@ -133,6 +135,7 @@ class _Server(uvicorn.Server):
                 log_level="critical",  # errors in routes are reported by `to_api_error`
                 lifespan="on",
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
         self._state = state

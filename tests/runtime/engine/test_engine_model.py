@@ -53,10 +53,12 @@ def test_one_request_is_what_transformers_generates(path, alone) -> None:
         {"chunk_tokens": 16, "max_running": 3},
         {"kv_tokens": 256, "page_size": 8, "chunk_tokens": 32},
         {"prefix_cache": False, "page_size": 1, "kv_tokens": 300},
-        {"graphs": "compiled", "compiler": "eager", "chunk_tokens": 32},
+        {"graphs": "compiled", "compiler": "eager", "chunk_tokens": 32, "kv_tokens": 512},
     ],
 )
 def test_the_schedule_does_not_change_a_token(path, alone, setup) -> None:
+    if setup.get("graphs") == "compiled" and path.name != "llama":
+        pytest.skip("tracing takes seconds; one family will do")
     engine = Engine.load(path, progress=False, **{"graphs": "off", "kv_tokens": 2048, **setup})
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, logprobs=0)
     for _ in range(2):

@@ -1,7 +1,9 @@
 """The server as a process among others: limits, keys, clients that leave, failures and the end."""
 
+import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -60,6 +62,52 @@ def test_a_client_that_does_not_read_is_dropped(load, monkeypatch) -> None:
             wait_for(lambda: metric(url, "num_running_reqs") > 0)
             wait_for(lambda: metric(url, "num_running_reqs") == 0 and metric(url, "num_queue_reqs") == 0, 30)
             assert metric(url, 'num_requests_total{finish_reason="abort"}') > 0
+    idle(engine)
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(load) -> None:
+    engine = load()
+    chance = random.Random(0)
+    jobs = [
+        (
+            {"prompt": [chance.randrange(5, 500) for _ in range(chance.randrange(1, 80))], "ignore_eos": True}
+            | {"max_tokens": chance.randrange(1, 60), "stream": chance.random() < 0.7, "n": chance.choice([1, 1, 3])},
+            chance.choice(["stay"] * 6 + ["leave"] * 3 + ["malformed"]),
+        )
+        for _ in range(80)
+    ]
+
+    async def run(url: str) -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+
+            async def one(body: dict, kind: str) -> str:
+                if kind == "malformed":
+                    response = await client.post("/v1/completions", json={**body, "top_p": 7})
+                    return "right" if response.status_code == 400 else response.text
+                if kind == "leave":
+                    with contextlib.suppress(TimeoutError):
+                        async with (
+                            asyncio.timeout(chance.random() / 2),
+                            client.stream("POST", "/v1/completions", json=body) as response,
+                        ):
+                            await anext(aiter(response.aiter_lines()))
+                    return "right"
+                response = await client.post("/v1/completions", json=body)
+                if not body["stream"]:
+                    return (
+                        "right"
+                        if response.json()["usage"]["completion_tokens"] == body["n"] * body["max_tokens"]
+                        else "?"
+                    )
+                ends = response.text.count('"finish_reason":"length"')
+                return "right" if ends == body["n"] and response.text.endswith("data: [DONE]\n\n") else response.text
+
+            return await asyncio.gather(*(one(*job) for job in jobs))
+
+    with running_server(engine, ServeSettings(port=0)) as url:
+        assert asyncio.run(run(url)) == ["right"] * len(jobs)
+        wait_for(lambda: metric(url, "num_running_reqs") == 0 and metric(url, "num_queue_reqs") == 0)
     idle(engine)
 
 
