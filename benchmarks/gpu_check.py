@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def quantize() -> dict[str, Any]:
         scale = inputs[0].float().abs().amax() / 2688
         us = replay_us([partial(torch.ops.fp4pipe.fp4_quantize, x, scale) for x in inputs])
         quantized = torch.ops.fp4pipe.fp4_quantize(inputs[0], scale)
-        restore = replay_us([partial(triton_kernels.dequantize, *quantized, False)])
+        restore = replay_us([partial(triton_kernels.dequantize, *quantized)])
         half = (m * k * 2 + m * k * 9 // 16) // 2
         sources = [x.view(torch.uint8).flatten()[:half] for x in inputs]
         target = torch.empty_like(sources[0])
@@ -141,8 +142,15 @@ def main() -> int:
     arguments = parser.parse_args()
     tokens = tuple(int(m) for m in arguments.tokens.split(",")) if arguments.tokens else None
     if arguments.part:
-        part = {"tune": lambda: tune(tokens or TUNE_TOKENS), "gemm": lambda: gemm(tokens)}
-        result = part.get(arguments.part, globals()[arguments.part])()
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "build": build,
+            "environment": environment,
+            "tests": tests,
+            "quantize": quantize,
+            "tune": lambda: tune(tokens or TUNE_TOKENS),
+            "gemm": lambda: gemm(tokens),
+        }
+        result = parts[arguments.part]()
         (arguments.out / f"{arguments.part}.json").write_text(json.dumps(result, indent=1))
         return int(result.get("returncode", 0) != 0)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,9 @@ time is the median replay over the number of calls.
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fp4pipe.errors import Unavailable
 from fp4pipe.nvfp4 import dequantize_blocks, quantize_weight
 from fp4pipe.runtime.ops import PreparedWeight, prepare_weight
+from fp4pipe.runtime.ops.fp8 import MIN_TOKENS, fold_weight
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Rows and columns of Llama-3.1-8B's linear layers, fused as the runtime fuses them."""
@@ -27,7 +29,7 @@ BF16_FLOPS = 780e12
 """Dense bf16 rate of an H200, measured."""
 
 
-def replay_us(calls: list[Callable[[], object]], replays: int = 12) -> float:
+def replay_us(calls: Sequence[Callable[[], object]], replays: int = 12) -> float:
     """Microseconds one of `calls` takes when all are replayed in order from one CUDA graph: median over replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -67,7 +69,8 @@ class Shape:
         self.values = dequantize_blocks(quantized.codes, quantized.block_scale)
         self.global_scale = quantized.global_scale
         stored = PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), rows)
-        one = prepare_weight(stored, "cuda")
+        self.stored, one = stored, prepare_weight(stored, "cuda")
+        self.folded: list[tuple[Tensor, Tensor]] = []
         self.weights = [one._replace(w=one.w.clone()) for _ in range(self._copies(one.w.nbytes))]
 
     @staticmethod
@@ -83,7 +86,7 @@ class Shape:
     def w4a16(self, x: Tensor) -> tuple[float, float]:
         """Microseconds and relative error of ``fp4_gemm_w4a16``."""
         op = torch.ops.fp4pipe.fp4_gemm_w4a16
-        return replay_us([lambda w=w: op(x, *w) for w in self.weights]), self.relative_error(x, op(x, *self.weights[0]))
+        return replay_us([partial(op, x, *w) for w in self.weights]), self.relative_error(x, op(x, *self.weights[0]))
 
     def w4a4_emulated(self, x: Tensor) -> tuple[float, float]:
         """Microseconds and relative error, against the exact product of quantized operands, of quantize and GEMM."""
@@ -93,10 +96,17 @@ class Shape:
         def both(w: PreparedWeight) -> Tensor:
             return gemm(*quantize(x, scale), *w, torch.bfloat16)
 
-        codes, scales = quantize(x, scale)
-        return replay_us([lambda w=w: both(w) for w in self.weights]), self.relative_error(
-            dequantize_blocks(codes, scales), both(self.weights[0])
-        )
+        us = replay_us([partial(both, w) for w in self.weights])
+        return us, self.relative_error(dequantize_blocks(*quantize(x, scale)), both(self.weights[0]))
+
+    def fp8_prefill(self, x: Tensor) -> tuple[float, float]:
+        """Microseconds and relative error, against the exact product, of ``fp8_prefill_gemm``."""
+        if not self.folded:
+            w8, scale = fold_weight(*self.stored[:3])
+            self.folded = [(w8.clone(), scale) for _ in range(self._copies(w8.nbytes))]
+        op, w = torch.ops.fp4pipe.fp8_prefill_gemm, self.weights[0]
+        calls = [partial(op, x, *w[:3], *folded, self.rows) for folded in self.folded]
+        return replay_us(calls), self.relative_error(x, calls[0]())
 
     def cublas_us(self, tokens: Iterable[int], dtype: torch.dtype) -> dict[int, float]:
         """Microseconds of cuBLAS with a bf16 or e4m3 weight, by token count."""
@@ -107,14 +117,11 @@ class Shape:
         for count in tokens:
             x = torch.randn(count, self.columns, device="cuda").to(dtype)
             if dtype == torch.bfloat16:
-                calls = [lambda w=w, x=x: torch.mm(x, w.T) for w in copies]
+                product = partial(torch.mm, x)
             else:
-                calls = [
-                    lambda w=w, x=x: torch._scaled_mm(
-                        x, w.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-                    )
-                    for w in copies
-                ]
+                scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+                product = partial(scaled_mm, x, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            calls = [partial(product, w.T) for w in copies]
             times[count] = replay_us(calls)
         return times
 
@@ -122,7 +129,7 @@ class Shape:
 def bench_gemm(
     shapes: dict[str, tuple[int, int]] | None = None,
     tokens: Iterable[int] = TOKENS,
-    modes: Iterable[str] = ("w4a16", "w4a4_emulated"),
+    modes: Iterable[str] = ("w4a16", "w4a4_emulated", "fp8_prefill"),
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Time every mode at every shape and token count on the current GPU.
@@ -130,7 +137,7 @@ def bench_gemm(
     Args:
         shapes: Name to (N, K); Llama-3.1-8B's by default.
         tokens: Values of M.
-        modes: Of ``w4a16`` and ``w4a4_emulated``.
+        modes: Of ``w4a16``, ``w4a4_emulated`` and ``fp8_prefill`` (from 256 tokens on, on SM89 and newer).
         report: Called with each row as it is measured.
 
     Returns:
@@ -151,6 +158,8 @@ def bench_gemm(
         for count in tokens:
             x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
             for mode in modes:
+                if mode == "fp8_prefill" and not (has_fp8 and count >= MIN_TOKENS):
+                    continue
                 us, error = getattr(shape, mode)(x)
                 row = {"name": name, "N": n, "K": k, "M": count, "mode": mode, "us": us, "bf16_us": bf16[count]}
                 row |= {"fp8_us": fp8.get(count), "floor_us": floor_us(count, n, k), "rel_error": error}

@@ -7,6 +7,8 @@ operator                    arguments                                           
 ``fp4_gemm``                ``a, a_scales, w, w_scales, alpha, out_features,          ``[M, out_features]``
                             out_dtype, bias=None``
 ``fp4_gemm_w4a16``          ``x, w, w_scales, alpha, out_features, bias=None``        ``[M, out_features]``
+``fp8_prefill_gemm``        ``x, w, w_scales, alpha, w8, w8_scale, out_features,``    ``[M, out_features]``
+                            ``bias=None``
 ==========================  ========================================================  ==========================
 
 Importing this package imports PyTorch and nothing heavier; Triton, a CUDA compiler or FlashInfer are reached for

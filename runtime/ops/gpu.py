@@ -43,8 +43,7 @@ def fp4_gemm(
         return blackwell.gemm(a, a_scales, w, w_scales, alpha, out_features, out_dtype, bias)
     from fp4pipe.runtime.ops import triton_kernels
 
-    linear = a_scales.shape == (a.shape[0], a.shape[1] * 2 // BLOCK)
-    return fp4_gemm_w4a16(triton_kernels.dequantize(a, a_scales, not linear), w, w_scales, alpha, out_features, bias)
+    return fp4_gemm_w4a16(triton_kernels.dequantize(a, a_scales), w, w_scales, alpha, out_features, bias)
 
 
 def fp4_gemm_w4a16(

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from fp4pipe.errors import UsageError
 from fp4pipe.nvfp4 import BLOCK
 from fp4pipe.runtime.ops.forms import PreparedWeight, prepare_weight
+from fp4pipe.runtime.ops.fp8 import fold_weight, require_fp8
 
 
 class NVFP4Linear(nn.Module):
@@ -29,6 +30,8 @@ class NVFP4Linear(nn.Module):
         alpha: float32 ``[alpha_rows]``: global scale, times input scale in ``w4a4``.
         input_scale: float32 ``[]`` in ``w4a4``, None in ``w4a16``.
         bias: ``[N]`` or None.
+        fp8_weight: e4m3 ``[N, K]`` after ``prepare(fp8_prefill=True)``, else None.
+        fp8_scale: float32 ``[N]`` beside it.
     """
 
     weight: Tensor
@@ -36,6 +39,8 @@ class NVFP4Linear(nn.Module):
     alpha: Tensor
     input_scale: Tensor | None
     bias: Tensor | None
+    fp8_weight: Tensor | None
+    fp8_scale: Tensor | None
 
     def __init__(
         self,
@@ -61,6 +66,8 @@ class NVFP4Linear(nn.Module):
             "alpha": ((alpha_rows,), torch.float32),
             "input_scale": ((), torch.float32) if mode == "w4a4" else None,
             "bias": ((out_features,), dtype) if bias else None,
+            "fp8_weight": None,
+            "fp8_scale": None,
         }
         for name, spec in shapes.items():
             self.register_buffer(name, torch.empty(spec[0], dtype=spec[1], device=device) if spec else None)
@@ -108,9 +115,25 @@ class NVFP4Linear(nn.Module):
         return PreparedWeight(self.weight, self.weight_scale, self.alpha, self.out_features)
 
     @torch.no_grad()
-    def prepare(self, device: torch.device | str) -> None:
-        """Move the layer to `device` and put its weight in the form that device's kernels read. Once."""
-        weight = prepare_weight(self.prepared(), device)
+    def prepare(self, device: torch.device | str, *, fp8_prefill: bool = False) -> None:
+        """Move the layer to `device` and put its weight in the form that device's kernels read. Once.
+
+        Args:
+            device: Where the layer will run.
+            fp8_prefill: Keep an E4M3 copy too, for products with many tokens. Approximate; only in ``w4a16``.
+
+        Raises:
+            UsageError: `fp8_prefill` in ``w4a4``.
+            Unavailable: `fp8_prefill` on a GPU without E4M3.
+        """
+        if fp8_prefill:
+            if self.mode != "w4a16":
+                raise UsageError("--prefill fp8 is for unquantized activations", fix="--mode w4a16 or --prefill exact")
+            require_fp8(device)
+            stored = self.weight.to(device), self.weight_scale.to(device), self.alpha.to(device)
+            self.fp8_weight, self.fp8_scale = fold_weight(*stored)
+        weight = prepare_weight(self.prepared(), device, self.mode)
+        self.swizzled = weight.w_scales.dtype == torch.uint8 and weight.w_scales.numel() > 0
         self.weight, self.weight_scale, self.alpha = weight.w, weight.w_scales, weight.alpha
         if self.input_scale is not None:
             self.input_scale = self.input_scale.to(device)
@@ -120,7 +143,18 @@ class NVFP4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N]``, in `x`'s dtype."""
         rows = x.reshape(-1, self.in_features)
-        if self.mode == "w4a16":
+        if self.fp8_weight is not None:
+            out = torch.ops.fp4pipe.fp8_prefill_gemm(
+                rows,
+                self.weight,
+                self.weight_scale,
+                self.alpha,
+                self.fp8_weight,
+                self.fp8_scale,
+                self.out_features,
+                self.bias,
+            )
+        elif self.mode == "w4a16":
             out = torch.ops.fp4pipe.fp4_gemm_w4a16(
                 rows, self.weight, self.weight_scale, self.alpha, self.out_features, self.bias
             )

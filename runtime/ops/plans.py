@@ -18,7 +18,7 @@ _SHARED_BYTES = 227 * 1024 - 256
 _MEMORY_BYTES_PER_US = 32_000
 """What one of 132 multiprocessors gets of 4.3 TB/s."""
 _L2_BYTES_PER_US = 60_000
-_DECODE_SHAPES = {
+_DECODE_SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     8: ((1, 1, 16), (1, 4, 16), (2, 1, 16), (2, 2, 16), (4, 1, 16)),
     16: ((1, 1, 16), (2, 1, 16), (2, 2, 16), (4, 1, 12)),
     32: ((1, 1, 12), (2, 1, 12), (4, 1, 8)),
@@ -62,8 +62,9 @@ def _decode_candidates(tokens: int, rows: int, columns: int, processors: int) ->
     tiles, groups = -(-rows // 16), -(-columns // 64)
     padded = next(width for width in (8, 16, 32) if tokens <= width)
     found: dict[Plan, float] = {}
-    for shape, splits, waves in itertools.product(_DECODE_SHAPES[padded], (1, 2, 4, 8), (1, 2, 3, 4, 8)):
-        per_warp, stage, most_warps = shape
+    for (per_warp, stage, most_warps), splits, waves in itertools.product(
+        _DECODE_SHAPES[padded], (1, 2, 4, 8), (1, 2, 3, 4, 8)
+    ):
         depth = -(-groups // splits)
         per_cta = round_up(max(1, -(-tiles * splits // (processors * waves))), per_warp)
         row_warps = per_cta // per_warp

@@ -24,10 +24,12 @@ def _pair_values(device: torch.device) -> Tensor:
 def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """``e2m1(code) * block_scale`` as float32 ``[rows, K]``.
 
-    Takes uint8 codes ``[rows, K/2]`` and scales ``[rows, K/16]``, e4m3 or the same bits as uint8.
+    Takes uint8 codes ``[rows, K/2]`` and scales, e4m3 ``[rows, K/16]`` or uint8 in 128x4 tiles.
     """
+    if scales.dtype == torch.uint8:
+        scales = unswizzle_scales(scales, codes.shape[0], codes.shape[1] * 2 // BLOCK).view(torch.float8_e4m3fn)
     values = embedding(codes.to(torch.int32), _pair_values(codes.device)).view(codes.shape[0], -1, BLOCK)
-    return values.mul_(scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)).flatten(1)
+    return values.mul_(scales.float().unsqueeze(-1)).flatten(1)
 
 
 def weight_values(w: Tensor, w_scales: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def _sums_for(dtype: torch.dtype) -> torch.dtype:
 
 
 def fp4_quantize(x: Tensor, input_scale: Tensor, swizzled: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantize activations ``[M, K]``: uint8 codes ``[M, K/2]`` and e4m3 scales, linear or in 128x4 tiles.
+    """Quantize activations ``[M, K]``: uint8 codes ``[M, K/2]`` and scales, e4m3 or, in 128x4 tiles, uint8.
 
     Raises:
         ValueError: `x` is not a matrix, or K is not a multiple of 16.
@@ -55,7 +57,7 @@ def fp4_quantize(x: Tensor, input_scale: Tensor, swizzled: bool = False) -> tupl
     if x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(f"fp4_quantize: x must be [M, K] with K a multiple of {BLOCK}, got {tuple(x.shape)}")
     codes, scales = quantize_activation(x, input_scale)
-    return codes, swizzle_scales(scales.view(torch.uint8)).view(scales.dtype) if swizzled else scales
+    return codes, swizzle_scales(scales.view(torch.uint8)) if swizzled else scales
 
 
 def fp4_gemm(
@@ -69,9 +71,6 @@ def fp4_gemm(
     bias: Tensor | None = None,
 ) -> Tensor:
     """W4A4 product ``[M, out_features]`` of quantized activations and a weight; scales of `a` linear or swizzled."""
-    rows, blocks = a.shape[0], a.shape[1] * 2 // BLOCK
-    if a_scales.shape != (rows, blocks):
-        a_scales = unswizzle_scales(a_scales.view(torch.uint8), rows, blocks)
     x = dequantize_rows(a, a_scales).to(_sums_for(out_dtype))
     return _matmul(x, w, w_scales, alpha, out_features, bias).to(out_dtype)
 

@@ -2,13 +2,17 @@
 
 Weights come in one of these forms, told apart by dtype, so that one operator serves every backend:
 
-=============  =========================  ====================  ===================================================
-form           ``w``                      ``w_scales``          made by
-=============  =========================  ====================  ===================================================
-stored         uint8 ``[N, K/2]``         e4m3 ``[N, K/16]``    the checkpoint
-folded         floating ``[N, K]``        empty ``[0]``         `forms.prepare_weight`, CPU: code value x block scale
-tiled          int32 ``[N/64, K/64, 576]`` empty ``[0]``        `forms.prepare_weight`, SM90: see `tiled`
-=============  =========================  ====================  ===================================================
+=============  ==========================  =====================  ==================================================
+form           ``w``                       ``w_scales``           made by
+=============  ==========================  =====================  ==================================================
+stored         uint8 ``[N, K/2]``          e4m3 ``[N, K/16]``     the checkpoint
+folded         floating ``[N, K]``         empty ``[0]``          `forms.prepare_weight`, CPU: code value x block scale
+tiled          int32 ``[N/64, K/64, 576]`` empty ``[0]``          `forms.prepare_weight`, SM90: see `tiled`
+swizzled       uint8 ``[N', K'/2]``        uint8, 128x4 tiles     `forms.prepare_weight`, SM100 and newer: `blackwell`
+=============  ==========================  =====================  ==================================================
+
+Block scales are e4m3 where they lie row by row, and uint8 with the same bits where they lie in 128x4 tiles: the two
+layouts can have one shape, so the dtype tells them apart.
 
 ``out_features`` is explicit because a prepared weight may be padded. ``alpha`` (float32, ``[1]`` or ``[N]``) carries
 the global scale of every output row, multiplied onto the float32 accumulator; it is never rounded to a narrower type.
@@ -53,7 +57,7 @@ def _(x: Tensor, input_scale: Tensor, swizzled: bool = False) -> tuple[Tensor, T
     torch._check(columns % BLOCK == 0, lambda: f"fp4_quantize: K must be a multiple of {BLOCK}, got {columns}")
     return (
         x.new_empty((rows, columns // 2), dtype=torch.uint8),
-        x.new_empty(scale_shape(rows, columns, swizzled), dtype=torch.float8_e4m3fn),
+        x.new_empty(scale_shape(rows, columns, swizzled), dtype=torch.uint8 if swizzled else torch.float8_e4m3fn),
     )
 
 

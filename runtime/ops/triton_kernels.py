@@ -3,6 +3,7 @@
 They use no FP8 or FP4 instruction, so one source serves SM80 and newer. Imported only when a CUDA tensor needs it.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
 import torch
 import triton
 import triton.language as tl
@@ -83,7 +84,9 @@ def _quantize_kernel(
     sixth = tl.fma(tl.fma(-sixth, 6.0, largest), 0.16666667163372040, sixth)
     bits = _e4m3_bits(tl.minimum(sixth * inverse, 448.0))
     scale = tl.where(bits == 0, 1.0, _e4m3_value(bits))[:, None]
-    inverse_scale = tl.div_rn(1.0, scale)
+    # One step makes an approximate reciprocal the rounded one: none of a four-bit number's lies near a midpoint.
+    inverse_scale = 1.0 / scale
+    inverse_scale = tl.fma(tl.fma(-inverse_scale, scale, 1.0), inverse_scale, inverse_scale)
     # Adding zero turns -0 into +0, whose code has no sign.
     low, high = tl.fma(low, inverse, 0.0), tl.fma(high, inverse, 0.0)
     codes = _encode(low, scale, inverse_scale) | (_encode(high, scale, inverse_scale) << 4)
@@ -140,6 +143,22 @@ def _gemm_kernel(
     tl.store(out_ptr + rows[None, :].to(tl.int64) * N + outputs[:, None], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _quantize_tokens_kernel(x_ptr, codes_ptr, scales_ptr, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row * K + start + column, mask=start + column < K, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, axis=0), 7.888609052210118e-31) / 448.0
+    for start in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row * K + start + column, mask=start + column < K, other=0.0).to(tl.float32) / scale
+        codes = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+        tl.store(codes_ptr + row * K + start + column, codes, mask=start + column < K)
+    tl.store(scales_ptr + row, scale)
+
+
 _SIZE = 256
 _X_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -157,10 +176,10 @@ def quantize(x: Tensor, input_scale: Tensor, swizzled: bool) -> tuple[Tensor, Te
             x.contiguous().view(torch.int32), input_scale, codes, scales, count, columns // BLOCK, shape[1],
             X_DTYPE=_X_DTYPES[x.dtype], SWIZZLED=swizzled, SIZE=_SIZE,
         )  # fmt: skip
-    return codes, scales.view(torch.float8_e4m3fn)
+    return codes, scales if swizzled else scales.view(torch.float8_e4m3fn)
 
 
-def dequantize(codes: Tensor, scales: Tensor, swizzled: bool) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Code value x block scale of ``[rows, K/2]`` codes as bf16 ``[rows, K]``: exact, no global scale."""
     rows, columns = codes.shape[0], codes.shape[1] * 2
     out = codes.new_empty((rows, columns), dtype=torch.bfloat16)
@@ -168,7 +187,7 @@ def dequantize(codes: Tensor, scales: Tensor, swizzled: bool) -> Tensor:
     if count:
         _dequantize_kernel[(triton.cdiv(count, _SIZE),)](
             codes, scales.view(torch.uint8), out.view(torch.int32), count, columns // BLOCK, scales.shape[1],
-            SWIZZLED=swizzled, SIZE=_SIZE,
+            SWIZZLED=scales.dtype == torch.uint8, SIZE=_SIZE,
         )  # fmt: skip
     return out
 
@@ -186,3 +205,14 @@ def gemm(x: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor, out_features: in
             num_stages=3,
         )  # fmt: skip
     return out
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`fp8.quantize_tokens` of bf16 or f16 activations: e4m3 ``[M, K]`` and float32 ``[M, 1]``. SM89 and newer."""
+    rows, columns = x.shape
+    codes = x.new_empty((rows, columns), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty((rows, 1), dtype=torch.float32)
+    if rows:
+        block = min(4096, triton.next_power_of_2(columns))
+        _quantize_tokens_kernel[(rows,)](x.contiguous(), codes, scales, columns, BLOCK=block, num_warps=8)
+    return codes, scales

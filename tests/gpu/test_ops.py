@@ -97,6 +97,7 @@ def test_quantize_is_bit_identical(dtype: torch.dtype, swizzled: bool) -> None:
             want = torch.ops.fp4pipe.fp4_quantize(x, scale, swizzled)
             got = torch.ops.fp4pipe.fp4_quantize(x.cuda(), scale.cuda(), swizzled)
             assert torch.equal(got[0].cpu(), want[0])
+            assert got[1].dtype == want[1].dtype
             assert torch.equal(got[1].view(torch.uint8).cpu(), want[1].view(torch.uint8))
 
 
@@ -149,3 +150,34 @@ def test_graph_replay_equals_eager(tokens: int) -> None:
         graph.replay()
         assert torch.equal(captured, torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight))
     assert torch.equal(*chain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no E4M3")
+@pytest.mark.parametrize("tokens", [17, 256, 300, 1024])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_prefill(tokens: int, bias: bool) -> None:
+    from fp4pipe.runtime.ops import fp8, triton_kernels
+
+    quantized, values = make(192, 576)
+    stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 192)
+    weight, folded = ops.prepare_weight(stored, "cuda"), fp8.fold_weight(*stored[:3])
+    x = (
+        torch.randn(tokens, 576, device="cuda", dtype=torch.bfloat16)
+        * torch.logspace(-3, 3, tokens, device="cuda")[:, None]
+    )
+    x = x.to(torch.bfloat16)
+    shift = torch.randn(192, device="cuda", dtype=torch.bfloat16) if bias else None
+    out = torch.ops.fp4pipe.fp8_prefill_gemm(x, *weight[:3], *folded, 192, shift)
+    if tokens < fp8.MIN_TOKENS:
+        check(out, x, values, stored.alpha, shift)
+        return
+    codes, scales = triton_kernels.quantize_tokens(x)
+    want_codes, want_scales = fp8.quantize_tokens(x)
+    assert torch.allclose(scales, want_scales, rtol=1e-6)
+    assert (codes.view(torch.uint8) != want_codes.view(torch.uint8)).float().mean() < 1e-3
+    same = (codes.double() * scales.double()) @ (folded[0].double() * folded[1].double().unsqueeze(1)).T
+    same = same if shift is None else same + shift.double()
+    assert float((out.double() - same).norm() / same.norm()) < 4e-3
+    exact = x.double() @ values.T * stored.alpha.double()
+    exact = exact if shift is None else exact + shift.double()
+    assert 5e-3 < float((out.double() - exact).norm() / exact.norm()) < 0.05

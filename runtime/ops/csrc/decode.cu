@@ -80,16 +80,21 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) decode_kernel(const DecodeA
     const int to_scales = kScalesOffset - tile % 4 * kUnitBytes + tile % 4 * 2 - (t * 8 + g) * 8;
     uint4 codes[2][SG][TM];
     uint32_t scales[2][SG][(TM + 1) / 2];
-    const auto fetch_weights = [&](int slot, int q) {
-#pragma unroll
-        for (int j = 0; j < TM; ++j) codes[slot][q][j] = load_codes(next_codes + q * kBlockBytes + j * kUnitBytes);
+    const auto fetch_codes = [&](int slot, int q, int j) {
+        codes[slot][q][j] = load_codes(next_codes + q * kBlockBytes + j * kUnitBytes);
+    };
+    const auto fetch_scales = [&](int slot, int q) {
         load_scales<TM>(scales[slot][q], next_codes + to_scales + q * kBlockBytes);
     };
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
         if (wk * SG + slot * step < cta_groups) {
 #pragma unroll
-            for (int q = 0; q < SG; ++q) fetch_weights(slot, q);
+            for (int q = 0; q < SG; ++q) {
+                fetch_scales(slot, q);
+#pragma unroll
+                for (int j = 0; j < TM; ++j) fetch_codes(slot, q, j);
+            }
         }
         next_codes += step * kBlockBytes;
     }
@@ -140,19 +145,24 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) decode_kernel(const DecodeA
         for (int slot = 0; slot < 2; ++slot) {
             const int first = stage + slot * step;
             if (first >= cta_groups) break;
+            const bool more = first + 2 * step < cta_groups;
 #pragma unroll
             for (int q = 0; q < SG; ++q) {
                 const auto& pairs_of_x = x[slot % kSlots][q];
+                uint32_t both_scales[TM];
+#pragma unroll
+                for (int j = 0; j < TM; ++j) both_scales[j] = scale_pair(scales[slot][q][j / 2], j % 2);
+                if (more) fetch_scales(slot, q);
 #pragma unroll
                 for (int j = 0; j < TM; ++j) {
                     const uint4 words = codes[slot][q][j];
-                    const uint32_t both_scales = scale_pair(scales[slot][q][j / 2], j % 2);
 #pragma unroll
                     for (int c = 0; c < 4; c += 2) {
                         // Registers 0, 1 of two words side by side meet neighbouring pairs of x, as the MMA wants them.
                         uint32_t a[4], b[4];
-                        dequantize(c ? words.z : words.x, both_scales, a);
-                        dequantize(c ? words.w : words.y, both_scales, b);
+                        dequantize(c ? words.z : words.x, both_scales[j], a);
+                        dequantize(c ? words.w : words.y, both_scales[j], b);
+                        if (c == 2 && more) fetch_codes(slot, q, j);  // at once, so that two whole stages stay in flight
 #pragma unroll
                         for (int i = 0; i < NT; ++i) {
                             multiply_add(sums[j][i], a[0], a[1], b[0], b[1], pairs_of_x[i][c], pairs_of_x[i][c + 1]);
@@ -160,7 +170,6 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) decode_kernel(const DecodeA
                         }
                     }
                 }
-                if (first + 2 * step < cta_groups) fetch_weights(slot, q);
                 if (first + kSlots * step < cta_groups) fetch_x(slot, q, first + kSlots * step + q);
             }
             next_codes += step * kBlockBytes;

@@ -7,9 +7,10 @@ from torch.library import opcheck
 
 from fp4pipe import nvfp4
 from fp4pipe.runtime import ops
+from fp4pipe.runtime.ops.tiled import pack_tiled
 
-N, K = 48, 96
-SHAPES = [1, 3, 17]
+N, K = 48, 128
+SHAPES = [1, 3, 17, 128]
 
 
 def make_weight(rows: int = N, columns: int = K, seed: int = 0) -> nvfp4.NVFP4Tensor:
@@ -24,14 +25,22 @@ def stored(weight: nvfp4.NVFP4Tensor, alpha: Tensor | None = None) -> ops.Prepar
     return ops.PreparedWeight(weight.codes, weight.block_scale, alpha, weight.codes.shape[0])
 
 
+def in_tiles(scales: Tensor) -> Tensor:
+    return nvfp4.swizzle_scales(scales.view(torch.uint8)) if scales.numel() else scales.view(torch.uint8)
+
+
 def relative_error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-@pytest.fixture(params=["stored", "folded"])
+@pytest.fixture(params=["stored", "folded", "tiled", "swizzled"])
 def weight(request: pytest.FixtureRequest) -> ops.PreparedWeight:
     form = stored(make_weight())
-    return form if request.param == "stored" else ops.prepare_weight(form, "cpu")
+    if request.param == "folded":
+        return ops.prepare_weight(form, "cpu")
+    if request.param == "tiled":
+        return form._replace(w=pack_tiled(form.w, form.w_scales), w_scales=form.w_scales.new_empty(0))
+    return form._replace(w_scales=in_tiles(form.w_scales)) if request.param == "swizzled" else form
 
 
 @pytest.mark.parametrize("rows", SHAPES)
@@ -102,7 +111,7 @@ def test_fake_shapes(rows: int, columns: int) -> None:
     assert codes.shape == (rows, columns // 2)
     assert linear.shape == (rows, columns // 16)
     assert swizzled.shape == (nvfp4.round_up(rows, 128), nvfp4.round_up(columns // 16, 4))
-    assert linear.dtype == swizzled.dtype == torch.float8_e4m3fn
+    assert (linear.dtype, swizzled.dtype) == (torch.float8_e4m3fn, torch.uint8)
     real = torch.ops.fp4pipe.fp4_quantize(torch.randn(rows, columns), torch.tensor(1e-3), True)[1]
     assert real.shape == swizzled.shape
 
@@ -112,7 +121,7 @@ def test_swizzled_scales_are_the_linear_ones_in_tiles() -> None:
     scale = nvfp4.global_scale_of(x.abs().amax())
     _, linear = torch.ops.fp4pipe.fp4_quantize(x, scale)
     _, swizzled = torch.ops.fp4pipe.fp4_quantize(x, scale, True)
-    assert torch.equal(nvfp4.unswizzle_scales(swizzled.view(torch.uint8), 130, 5), linear.view(torch.uint8))
+    assert torch.equal(nvfp4.unswizzle_scales(swizzled, 130, 5), linear.view(torch.uint8))
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
@@ -122,12 +131,11 @@ def test_opcheck_quantize(swizzled: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_opcheck_gemms(bias: bool, weight: ops.PreparedWeight) -> None:
-    # The schema test compares its inputs before and after, which PyTorch cannot do for e4m3: scales as raw bytes.
+    # The schema test compares its inputs before and after, which PyTorch cannot do for e4m3: scales in tiles, as bytes.
     x, shift = torch.randn(5, K), torch.randn(N) if bias else None
-    codes, scales = torch.ops.fp4pipe.fp4_quantize(x, torch.tensor(1e-3))
-    weight = weight._replace(w_scales=weight.w_scales.view(torch.uint8))
-    arguments = (codes, scales.view(torch.uint8), *weight, torch.bfloat16, shift)
-    opcheck(torch.ops.fp4pipe.fp4_gemm.default, arguments)
+    quantized = torch.ops.fp4pipe.fp4_quantize(x, torch.tensor(1e-3), True)
+    weight = weight._replace(w_scales=in_tiles(weight.w_scales))
+    opcheck(torch.ops.fp4pipe.fp4_gemm.default, (*quantized, *weight, torch.bfloat16, shift))
     opcheck(torch.ops.fp4pipe.fp4_gemm_w4a16.default, (x, *weight, shift))
 
 
