@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fp4pipe.convert.options import QuantizeOptions
     from fp4pipe.convert.source import Source
     from fp4pipe.recipe import Recipe
+    from fp4pipe.runtime.engine import Engine
     from fp4pipe.runtime.validate import ValidateOptions
 
 SCHEMA_VERSION = 1
@@ -45,6 +46,7 @@ class Pipeline:
         self.checkpoint = out / "checkpoint"
         self.quantizing = _quantize_options(recipe)
         self.validating = _validate_options(recipe, out)
+        self._loaded: Engine | None = None
         if self.validating.steps:
             self.validating.require(reference=True, baseline=True)
         check_names(recipe.gates, ["audit", *self.validating.steps])
@@ -97,21 +99,35 @@ class Pipeline:
         from fp4pipe.convert.reference import ModelOptReference
         from fp4pipe.runtime.validate import validate
 
+        engine = self._engine()
         reference = None
         if self.validating.parity_positions:
             trust = self.recipe.trust_remote_code
             reference = ModelOptReference(source.path, self.checkpoint, activations=False, trust_remote_code=trust)
-        report = validate(self.checkpoint, self.validating, reference=reference, baseline_path=source.path)
+        report = validate(
+            self.checkpoint,
+            self.validating,
+            reference=reference,
+            baseline_path=source.path,
+            engines={engine.model.mode: engine},
+        )
         show_checks(report)
         return report.to_dict()
 
     def _ask(self) -> dict[str, Any]:
-        from fp4pipe.runtime.engine import Engine
-
         assert self.recipe.ask is not None
-        engine = Engine.load(self.checkpoint, **self.recipe.load.model_dump())
+        engine = self._engine()
         answer = ask(engine, self.recipe.name, self.recipe.ask)
         return {**answer, "mode": engine.model.mode, "load": engine.model.load_report, "stats": engine.stats()}
+
+    def _engine(self) -> "Engine":
+        """The checkpoint as the recipe loads it: validated, then served."""
+        from fp4pipe.runtime.validate import load_engine
+
+        if self._loaded is None:
+            console.say("load ...")
+            self._loaded = load_engine(self.checkpoint, self.recipe.load.mode, self.validating)
+        return self._loaded
 
     def _finish(
         self,

@@ -7,7 +7,7 @@ from fp4pipe.runtime.validate.ops import check_ops
 from fp4pipe.runtime.validate.options import Gsm8kOptions, ValidateOptions
 from fp4pipe.runtime.validate.parity import parity
 from fp4pipe.runtime.validate.report import Report
-from fp4pipe.runtime.validate.run import validate
+from fp4pipe.runtime.validate.run import load_engine, validate
 from fp4pipe.runtime.validate.verdict import Verdict, verdict
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "agreement",
     "check_graphs",
     "check_ops",
+    "load_engine",
     "parity",
     "perplexity",
     "validate",

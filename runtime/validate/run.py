@@ -3,8 +3,9 @@
 import gc
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ def validate(
     *,
     reference: Reference | None = None,
     baseline_path: str | Path | None = None,
+    engines: Mapping[str, Engine] | None = None,
 ) -> Report:
     """Validate the checkpoint in `path`.
 
@@ -66,6 +68,7 @@ def validate(
         options: What to check.
         reference: For parity.
         baseline_path: The unquantized source, run in the same engine for perplexity, agreement and GSM8K.
+        engines: Idle engines of the checkpoint that are loaded already (see `load_engine`), by mode; others are loaded.
 
     Raises:
         UsageError: The options cannot be carried out; nothing was loaded.
@@ -74,7 +77,7 @@ def validate(
     path, baseline_path = Path(path), None if baseline_path is None else Path(baseline_path)
     options.require(reference=reference is not None, baseline=baseline_path is not None)
     run = _Run(path, baseline_path, options)
-    run.load()
+    run.load(engines or {})
     if options.ops:
         run.ops()
     if options.graphs:
@@ -89,6 +92,23 @@ def validate(
     return run.report
 
 
+def load_engine(path: str | Path, mode: str, options: ValidateOptions) -> Engine:
+    """The engine that `options` ask for, with room for the sequences a validation runs at a time."""
+    running = options.gsm8k.in_flight if options.gsm8k else 8
+    return Engine.load(
+        path,
+        mode=mode,
+        device=options.device,
+        dtype=options.dtype,
+        graphs=options.runner,
+        compiler=options.compiler,
+        load_threads=options.load_threads,
+        max_running=running,
+        kv_tokens=options.kv_tokens or running * KV_TOKENS_PER_SEQUENCE,
+        progress=options.progress,
+    )
+
+
 class _Run:
     def __init__(self, path: Path, baseline: Path | None, options: ValidateOptions) -> None:
         self.options = options
@@ -97,37 +117,25 @@ class _Run:
         self.engines: dict[str, Engine] = {}
         self.baseline: Engine | None = None
 
-    def load(self) -> None:
+    def load(self, given: Mapping[str, Engine]) -> None:
         options, report = self.options, self.report
         for mode in options.modes:
-            with self._timed(f"load {mode}"):
-                engine = self._engine(report.checkpoint, mode)
+            engine = given.get(mode)
+            if engine is None:
+                with self._timed(f"load {mode}"):
+                    engine = load_engine(report.checkpoint, mode, options)
             name = engine.model.mode if self.checkpoint.linears else UNQUANTIZED
             self.engines[name] = engine
             report.modes[name] = str(engine.model.load_report.get("mode", ""))
         needs_baseline = options.perplexity_tokens or options.agreement_tokens or options.gsm8k
         if report.baseline is not None and needs_baseline:
+            # Tracing and compiling pay only when it generates: the forward passes over a text are few and long.
+            plain = options if options.gsm8k else replace(options, runner="off")
             with self._timed("load baseline"):
-                self.baseline = self._engine(report.baseline, "auto")
+                self.baseline = load_engine(report.baseline, "auto", plain)
         first = next(iter(self.engines.values()))
         report.environment = describe_environment(first.model.device)
         report.environment |= {"dtype": str(first.model.dtype).removeprefix("torch."), "graphs": first.runner.graphs}
-
-    def _engine(self, path: Path, mode: str) -> Engine:
-        options = self.options
-        running = options.gsm8k.in_flight if options.gsm8k else 8
-        return Engine.load(
-            path,
-            mode=mode,
-            device=options.device,
-            dtype=options.dtype,
-            graphs=options.runner,
-            compiler=options.compiler,
-            load_threads=options.load_threads,
-            max_running=running,
-            kv_tokens=options.kv_tokens or running * KV_TOKENS_PER_SEQUENCE,
-            progress=options.progress,
-        )
 
     def ops(self) -> None:
         for mode, engine in self.engines.items():
