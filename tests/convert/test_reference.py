@@ -23,7 +23,7 @@ IDS = torch.randint(5, 500, (1, 40), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_the_checkpoints_bit_for_bit(family: str, quantized: Quantized) -> None:
     result = quantized(family)
-    reference = ModelOptReference(result.source.path, result.out)
+    reference = ModelOptReference(result.source.path, result.out, dtype=torch.float32)
     checkpoint = Checkpoint.open(result.out)
     for module in checkpoint.linears:
         assert torch.equal(reference.weight(module), checkpoint.dequantize(module))
@@ -35,7 +35,7 @@ def test_weights_are_the_checkpoints_bit_for_bit(family: str, quantized: Quantiz
 def test_logits(family: str, quantized: Quantized) -> None:
     """W4A16 is transformers over dequantized weights; rounding the activations too changes a little more."""
     result = quantized(family)
-    reference = ModelOptReference(result.source.path, result.out)
+    reference = ModelOptReference(result.source.path, result.out, dtype=torch.float32)
     w4a4 = reference.logits(IDS)
     reference.activations = False
     w4a16 = reference.logits(IDS)
