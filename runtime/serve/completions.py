@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from fp4pipe.runtime.engine import Output
+from fp4pipe.runtime.engine import Output, TokenLogprob
 from fp4pipe.runtime.engine.request import Collector, Completion
 from fp4pipe.runtime.serve.errors import ApiError
 from fp4pipe.runtime.serve.generation import Generation
@@ -92,10 +92,8 @@ class _Answer:
         choices = []
         for index, collector in enumerate(collectors):
             done = collector.completion()
-            reports = None if done.logprobs is None and done.prompt_logprobs is None else [
-                *(done.prompt_logprobs or []), *(done.logprobs or [])
-            ]  # fmt: skip
-            choices.append(self._choice(index, self._prompt_text(index) + done.text, reports, 0, self._finish(done)))
+            text = self._prompt_text(index) + done.text
+            choices.append(self._choice(index, text, self._reports(done), 0, self._finish(done)))
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage.to_dict()})
 
     async def events(self, generation: Generation) -> AsyncIterator[dict[str, Any]]:
@@ -120,13 +118,13 @@ class _Answer:
         return self._echo[index // self._per_prompt]
 
     @staticmethod
-    def _reports(output: Output) -> list[Any] | None:
-        if output.logprobs is None and output.prompt_logprobs is None:
+    def _reports(done: Completion | Output) -> list[TokenLogprob | None] | None:
+        if done.logprobs is None and done.prompt_logprobs is None:
             return None
-        return [*(output.prompt_logprobs or []), *(output.logprobs or [])]
+        return [*(done.prompt_logprobs or []), *(done.logprobs or [])]
 
     def _choice(
-        self, index: int, text: str, reports: list[Any] | None, offset: int, finish: dict[str, Any]
+        self, index: int, text: str, reports: list[TokenLogprob | None] | None, offset: int, finish: dict[str, Any]
     ) -> dict[str, Any]:
         first_token = self._prompts[index // self._per_prompt][0]
         logprobs = (
