@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +72,19 @@ class _Stopwatch:
         self.seconds[name] = round(time.monotonic() - start, 3)
 
 
+def warn_of(plan: Plan) -> None:
+    """Print the plan's warnings."""
+    for warning in plan.warnings:
+        console.warn(warning)
+
+
 def quantize(
-    source: str | Path | Source, out: str | Path, options: QuantizeOptions | None = None, *, overwrite: bool = False
+    source: str | Path | Source,
+    out: str | Path,
+    options: QuantizeOptions | None = None,
+    *,
+    overwrite: bool = False,
+    announce: Callable[[Plan], None] = warn_of,
 ) -> QuantizeResult:
     """Turn a bf16 model into an NVFP4 checkpoint in `out`.
 
@@ -85,6 +96,7 @@ def quantize(
         out: Directory of the checkpoint.
         options: Scheme, calibration and output options.
         overwrite: Replace an existing checkpoint.
+        announce: Shows the plan, before anything is loaded.
 
     Raises:
         UsageError: Unsupported options, an output that exists, or a plan with problems.
@@ -103,8 +115,7 @@ def quantize(
             source = resolve_source(source, trust_remote_code=options.trust_remote_code)
         plan = make_plan(source, options)
         refuse_problems(plan)
-    for warning in plan.warnings:
-        console.warn(warning)
+    announce(plan)
     with staged(out, overwrite=overwrite) as staging:
         with watch.step("check source"):
             check_finite(source)

@@ -90,8 +90,7 @@ class Pipeline:
     def _quantize(self, source: "Source", *, overwrite: bool) -> dict[str, Any]:
         from fp4pipe.convert.quantize import quantize
 
-        result = quantize(source, self.checkpoint, self.quantizing, overwrite=overwrite)
-        show_plan(result.plan)
+        result = quantize(source, self.checkpoint, self.quantizing, overwrite=overwrite, announce=show_plan)
         show_audit(result.audit)
         return result.to_dict()
 
