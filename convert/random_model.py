@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fp4pipe.convert.quiet import quiet
 from fp4pipe.errors import SourceError
 
 _SHAPE: dict[str, Any] = {
@@ -52,8 +53,9 @@ def write_random_model(family: str, out: Path, *, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with quiet():
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
 
 
 def _byte_tokenizer() -> Any:

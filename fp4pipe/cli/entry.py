@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
     debug = "--debug" in words or os.environ.get("FP4PIPE_DEBUG") == "1"
+    _quiet_libraries(debug)
     try:
         result = app(words, prog_name="fp4pipe", standalone_mode=False)
         if isinstance(result, Outcome):
@@ -75,6 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return _fail(_described(error, debug=debug), as_json)
+
+
+def _quiet_libraries(debug: bool) -> None:
+    """Set, before they are imported, what the libraries read: no bars in logs, no remarks meant for their developers."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not debug:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns after every fork
 
 
 def _finish(outcome: Outcome, as_json: bool) -> int:
