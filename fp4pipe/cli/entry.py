@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _quiet_libraries(debug: bool) -> None:
-    """Set, before they are imported, what the libraries read: no bars in logs, no remarks meant for their developers."""
+    """Set what the libraries read when they are imported: no bars in logs, no remarks meant for their developers."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
