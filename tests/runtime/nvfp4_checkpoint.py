@@ -14,12 +14,14 @@ INPUT_AMAX = 8.0
 """Calibrated activation amax that every linear claims."""
 
 
-def is_linear(name: str, tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and "_proj" in name and name.endswith(".weight")
+def is_linear(name: str, head: bool) -> bool:
+    return name.endswith("_proj.weight") or (head and name == "lm_head.weight")
 
 
-def quantize_tiny(source: Path, out: Path, *, layout: str = "modelopt", activations: bool = True) -> Path:
-    """Quantize every projection of the tiny model in `source`; embeddings and head stay.
+def quantize_tiny(
+    source: Path, out: Path, *, layout: str = "modelopt", activations: bool = True, head: bool = False
+) -> Path:
+    """Quantize every projection of the tiny model in `source`; embeddings stay.
 
     Args:
         source: Directory of an unquantized model in one file.
@@ -27,11 +29,12 @@ def quantize_tiny(source: Path, out: Path, *, layout: str = "modelopt", activati
         layout: ``modelopt`` or ``compressed-tensors``.
         activations: Whether linears carry input scales. They differ between layers and projections, but are equal
             where an exporter makes them so: q, k and v, and gate and up.
+        head: Whether the head is quantized too (ModelOpt's layout only).
     """
     shutil.copytree(source, out)
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not is_linear(name, tensor):
+        if not is_linear(name, head):
             tensors[name] = tensor
             continue
         module = name.removesuffix(".weight")
@@ -48,16 +51,19 @@ def quantize_tiny(source: Path, out: Path, *, layout: str = "modelopt", activati
                 tensors[f"{module}.input_global_scale"] = input_scale.reciprocal().reshape(1)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = _modelopt(activations) if layout == "modelopt" else _compressed_tensors(activations)
+    config["quantization_config"] = (
+        _modelopt(activations, head) if layout == "modelopt" else _compressed_tensors(activations)
+    )
     (out / "config.json").write_text(json.dumps(config))
     return out
 
 
-def _modelopt(activations: bool) -> dict[str, object]:
+def _modelopt(activations: bool, head: bool) -> dict[str, object]:
     algo = "NVFP4" if activations else "W4A16_NVFP4"
     weights = {"num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
     group = {"weights": weights, "targets": ["Linear"]} | ({"input_activations": weights} if activations else {})
-    return {"quant_method": "modelopt", "quant_algo": algo, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    ignore = [] if head else ["lm_head"]
+    return {"quant_method": "modelopt", "quant_algo": algo, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
 def _compressed_tensors(activations: bool) -> dict[str, object]:

@@ -17,6 +17,7 @@ from fp4pipe.errors import CheckpointError, UsageError
 from fp4pipe.runtime.attention import Step, attending
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.model import Model
+from tests.runtime.nvfp4_checkpoint import quantize_tiny
 from tests.runtime.steps import PAGE, Sequences, each_alone, relative
 from tests.tiny_models import FAMILIES, make_tiny
 
@@ -70,6 +71,14 @@ def test_nvfp4_equals_dequantized(family: str, mode: str, layout: str, tiny: Cal
     expected = each_alone(sequences, lambda x: reference(x).logits)
     # A sum that lands on the other side of a rounding boundary moves one activation by one E2M1 step.
     assert relative(logits(model, sequences), expected) < (2e-6 if mode == "w4a16" else 2e-2)
+
+
+def test_a_quantized_head(tiny: Callable[..., Path], tmp_path: Path):
+    path, sequences = quantize_tiny(tiny("llama"), tmp_path / "head", head=True), Sequences(LENGTHS, PAGES)
+    reference = dequantized(tiny("llama"), path, activations=False)
+    model = load(path, mode="w4a16")
+    assert model.load_report["quantized_linears"] == 22
+    assert relative(logits(model, sequences), each_alone(sequences, lambda x: reference(x).logits)) < 2e-6
 
 
 def test_one_token_at_a_time_equals_all_at_once(tiny: Callable[..., Path]):
