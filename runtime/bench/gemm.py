@@ -71,6 +71,7 @@ class Shape:
         stored = PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), rows)
         self.stored, one = stored, prepare_weight(stored, "cuda")
         self.folded: list[tuple[Tensor, Tensor]] = []
+        self.wide: dict[torch.dtype, list[Tensor]] = {}
         self.weights = [one._replace(w=one.w.clone()) for _ in range(self._copies(one.w.nbytes))]
 
     @staticmethod
@@ -108,22 +109,17 @@ class Shape:
         calls = [partial(op, x, *w[:3], *folded, self.rows) for folded in self.folded]
         return replay_us(calls), self.relative_error(x, calls[0]())
 
-    def cublas_us(self, tokens: Iterable[int], dtype: torch.dtype) -> dict[int, float]:
-        """Microseconds of cuBLAS with a bf16 or e4m3 weight, by token count."""
-        base = (self.values * 0.02).to(dtype)
-        copies = [base.clone() for _ in range(self._copies(base.nbytes))]
-        one = torch.ones((), device="cuda")
-        times = {}
-        for count in tokens:
-            x = torch.randn(count, self.columns, device="cuda").to(dtype)
-            if dtype == torch.bfloat16:
-                product = partial(torch.mm, x)
-            else:
-                scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-                product = partial(scaled_mm, x, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-            calls = [partial(product, w.T) for w in copies]
-            times[count] = replay_us(calls)
-        return times
+    def cublas_us(self, x: Tensor, dtype: torch.dtype) -> float:
+        """Microseconds of cuBLAS with a bf16 or e4m3 weight and `x` in the same dtype."""
+        if dtype not in self.wide:
+            base = (self.values * 0.02).to(dtype)
+            self.wide[dtype] = [base.clone() for _ in range(self._copies(base.nbytes))]
+        if dtype == torch.bfloat16:
+            return replay_us([partial(torch.mm, x, w.T) for w in self.wide[dtype]])
+        one, narrow = torch.ones((), device="cuda"), x.to(dtype)
+        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        keywords = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return replay_us([partial(scaled_mm, narrow, w.T, **keywords) for w in self.wide[dtype]])
 
 
 def bench_gemm(
@@ -149,22 +145,21 @@ def bench_gemm(
     """
     if not torch.cuda.is_available():
         raise Unavailable("bench gemm needs a CUDA GPU", because="PyTorch sees none")
-    tokens, rows = tuple(tokens), []
+    tokens, rows, has_fp8 = tuple(tokens), [], torch.cuda.get_device_capability() >= (8, 9)
     for name, (n, k) in (shapes or SHAPES).items():
         shape = Shape(n, k)
-        bf16 = shape.cublas_us(tokens, torch.bfloat16)
-        has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
-        fp8 = shape.cublas_us(tokens, torch.float8_e4m3fn) if has_fp8 else {}
-        for count in tokens:
+        for count in tokens:  # peers beside ours: a GPU that large products have just heated runs small ones slower
             x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
+            peers = {"bf16_us": shape.cublas_us(x, torch.bfloat16), "fp8_us": None}
+            if has_fp8:
+                peers["fp8_us"] = shape.cublas_us(x, torch.float8_e4m3fn)
             for mode in modes:
                 if mode == "fp8_prefill" and not (has_fp8 and count >= MIN_TOKENS):
                     continue
                 us, error = getattr(shape, mode)(x)
-                row = {"name": name, "N": n, "K": k, "M": count, "mode": mode, "us": us, "bf16_us": bf16[count]}
-                row |= {"fp8_us": fp8.get(count), "floor_us": floor_us(count, n, k), "rel_error": error}
-                rows.append(row)
-                report(row)
+                row = {"name": name, "N": n, "K": k, "M": count, "mode": mode, "us": us, **peers}
+                rows.append(row | {"floor_us": floor_us(count, n, k), "rel_error": error})
+                report(rows[-1])
         del shape
         torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}

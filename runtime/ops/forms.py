@@ -36,6 +36,7 @@ def prepare_weight(weight: PreparedWeight, device: torch.device | str, mode: str
         w, w_scales = weight_values(w, w_scales), w_scales.new_empty(0)
     elif w.dtype == torch.uint8 and capability(device) == (9, 0) and hopper_kernels(device):
         w, w_scales = pack_tiled(w, w_scales), w_scales.new_empty(0)
+        torch.cuda.synchronize(device)  # the kernels fetch weights before they wait for what ran just before them
     elif w.dtype == torch.uint8 and w_scales.dtype != torch.uint8 and has_native_fp4(device):
         from fp4pipe.runtime.ops import blackwell
 
@@ -79,4 +80,7 @@ def fuse_rows(weights: Sequence[PreparedWeight]) -> PreparedWeight | None:
         return None
     alpha = first.alpha if one_alpha else torch.cat([each.alpha.expand(each.out_features) for each in weights])
     scales = torch.cat([each.w_scales.view(torch.uint8) for each in weights]).view(first.w_scales.dtype)
-    return PreparedWeight(torch.cat([each.w for each in weights]), scales, alpha, sum(w.out_features for w in weights))
+    w = torch.cat([each.w for each in weights])
+    if tiled and w.is_cuda:
+        torch.cuda.synchronize(w.device)
+    return PreparedWeight(w, scales, alpha, sum(each.out_features for each in weights))

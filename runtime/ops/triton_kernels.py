@@ -16,6 +16,8 @@ from fp4pipe.runtime.ops.schema import scale_shape
 @triton.jit
 def _pair(words, X_DTYPE: tl.constexpr):
     """Two floats from a 32-bit word that holds two 16-bit ones."""
+    if tl.bfloat16 == X_DTYPE:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     low = (words & 0xFFFF).to(tl.uint16).to(X_DTYPE, bitcast=True).to(tl.float32)
     high = (words >> 16).to(tl.uint16).to(X_DTYPE, bitcast=True).to(tl.float32)
     return low, high
@@ -41,14 +43,15 @@ def _encode(value, scale, inverse_scale):
     """E2M1 codes of value / scale, to nearest, ties to even.
 
     The quotient is the correctly rounded one: a product with the rounded inverse, corrected once by its remainder. Then
-    adding 2^22 (2^23 from 2 on, 2^24 from 4 on) rounds it to the grid, whose steps are 0.5, 1 and 2 there.
+    adding 2^22 (2^23 from 2 on, 2^24 from 4 on) rounds it to the grid, whose steps are 0.5, 1 and 2 there: the float's
+    low bits count steps. Two steps more, and the exponent's 256 less two, vanish modulo 8.
     """
     quotient = value * inverse_scale
     quotient = tl.fma(tl.fma(-quotient, scale, value), inverse_scale, quotient)
     size = tl.minimum(tl.abs(quotient), 6.0)
     binade = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)  # 1, 2 or 4
-    steps = tl.fma(binade.to(tl.float32, bitcast=True), 4194304.0, size).to(tl.int32, bitcast=True) & 7
-    return (steps + (binade >> 22) - 254) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+    steps = tl.fma(binade.to(tl.float32, bitcast=True), 4194305.0, size).to(tl.int32, bitcast=True)
+    return ((steps + (binade >> 22)) & 7) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
