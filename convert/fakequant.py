@@ -34,18 +34,23 @@ def register_backend(name: str = BACKEND) -> str:
     return name
 
 
-def round_weight(weight: Tensor, global_scale: Tensor) -> Tensor:
-    """A weight ``[N, K]`` packed and unpacked by ModelOpt, float32.
+def round_weight(weight: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A weight ``[N, K]`` packed and unpacked by ModelOpt.
 
     Args:
         weight: Floating, ``K % 16 == 0``.
         global_scale: float32 scalar, amax / (6 * 448).
+        dtype: Of the result. ModelOpt unpacks in float32; for float64 the global scale, which alone makes its products
+            inexact, is multiplied on in float64.
     """
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     packed: Any
     packed, block_scale, global_scale = NVFP4QTensor.quantize(weight, BLOCK, weights_scaling_factor_2=global_scale)
-    return packed.dequantize(dtype=torch.float32, scale=block_scale, double_scale=global_scale, block_sizes={-1: BLOCK})
+    exact = dtype == torch.float64
+    scales = {"scale": block_scale, "double_scale": torch.ones_like(global_scale) if exact else global_scale}
+    values = packed.dequantize(dtype=torch.float32, block_sizes={-1: BLOCK}, **scales)
+    return values.double() * global_scale.double() if exact else values.to(dtype)
 
 
 def round_activation(x: Tensor, global_scale: Tensor) -> Tensor:

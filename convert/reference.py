@@ -108,7 +108,7 @@ class ModelOptReference:
         for module in linears:
             linear: Any = self.model.get_submodule(module)
             original = read_tensor(source.tensors[f"{module}.weight"])
-            linear.weight.data.copy_(round_weight(original, self.checkpoint.global_scale(module)))
+            linear.weight.data = round_weight(original, self.checkpoint.global_scale(module), linear.weight.dtype)
             if (scale := self.checkpoint.input_scale(module)) is not None:
                 linear.input_quantizer.amax = amax_of(scale)
 

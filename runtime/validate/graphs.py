@@ -2,7 +2,7 @@
 
 The runner under test is the one that serves. It is compared with two others over the same cache that capture nothing
 (``off`` and ``segmented``), and with Hugging Face's own attention. Where the same code runs on the same shapes the
-results must be the same bits; where shapes or kernels differ, within `bound_of`.
+results must be the same bits; where shapes or kernels differ, within what rounding alone does to this model (`Noise`).
 """
 
 import random
@@ -14,25 +14,11 @@ import torch
 from torch import Tensor
 
 from fp4pipe import console
-from fp4pipe.runtime.batch import Batch
 from fp4pipe.runtime.graph.buckets import bucket_of
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.validate.check import Check
+from fp4pipe.runtime.validate.stepping import Error, Noise, measure_noise, run, run_poisoned
 from fp4pipe.runtime.validate.traffic import Traffic
-
-PAD_ID = 0
-"""Token that the runner pads with; `poisoned` proves that it is."""
-
-
-def bound_of(runner: Runner) -> float:
-    """Largest relative error (norm of the difference over norm) that another order of sums explains.
-
-    With quantized activations a sum that differs in its last bit may round to the next of eight magnitudes, and the
-    rest of that row follows; 16-bit activations round alike.
-    """
-    if runner.model.dtype != torch.float32:
-        return 3e-2
-    return 3e-2 if runner.model.quant is not None and runner.model.mode == "w4a4" else 1e-4
 
 
 def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -> list[Check]:
@@ -50,11 +36,12 @@ def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -
     frames = runner.stats["recompiles"]
     traffic = Traffic(runner.model, runner.cache, seed)
     plain = Runner(runner.model, runner.cache, graphs="off", max_tokens=runner.max_tokens)
-    checks = [check_capture(runner), check_eager(plain, traffic)]
     chosen = _spread(_reachable(runner, traffic), buckets)
-    checks += check_buckets(runner, plain, traffic, chosen)
+    noise = measure_noise(plain, [traffic.mixed(_fewest(b, runner.buckets)) for b in _spread(chosen, 3)], seed)
+    checks = [check_capture(runner), check_eager(plain, traffic, noise)]
+    checks += check_buckets(runner, plain, traffic, chosen, noise)
     checks.append(check_order(runner, traffic, _spread(chosen, 5), seed))
-    checks.append(check_batch(runner, traffic))
+    checks.append(check_batch(runner, traffic, noise))
     recompiles = runner.stats["recompiles"] - frames
     checks.append(
         Check(
@@ -90,10 +77,11 @@ def check_capture(runner: Runner) -> Check:
     return Check("graphs.capture", stats["graph_breaks"] == 0, summary, figures, stats)
 
 
-def check_eager(plain: Runner, traffic: Traffic) -> Check:
+def check_eager(plain: Runner, traffic: Traffic, noise: Noise) -> Check:
     """The model with paged attention against the same model with Hugging Face's own eager attention."""
     ids = traffic.token_ids(min(64, traffic.longest, plain.max_tokens))
-    ours = run(plain, traffic.fresh(ids))
+    batch = traffic.fresh(ids)
+    ours = run(plain, batch)
     config: Any = plain.model.config.get_text_config()
     implementation = config._attn_implementation
     config._attn_implementation = "eager"
@@ -104,17 +92,16 @@ def check_eager(plain: Runner, traffic: Traffic) -> Check:
             theirs = plain.model.body(tokens, positions)[0]
     finally:
         config._attn_implementation = implementation
-    error, bound = relative_error(ours, theirs), bound_of(plain)
-    summary = f"paged attention against transformers' eager attention: relative error {error:.1e} (bound {bound:.0e})"
-    return Check("graphs.eager", error <= bound, summary, {"rel_error": error}, {"tokens": len(ids), "bound": bound})
+    error = Error.between(ours, theirs, batch)
+    summary = f"paged attention against transformers' eager attention: {noise.judge(error)}"
+    return Check("graphs.eager", noise.explains(error), summary, {"rel_error": error.total}, {"tokens": len(ids)})
 
 
-def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequence[int]) -> list[Check]:
+def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequence[int], noise: Noise) -> list[Check]:
     """Each bucket at its fewest tokens, so with the most padding: against eager, then with the padding poisoned."""
     segmented = Runner(
         runner.model, runner.cache, graphs="segmented", max_tokens=runner.max_tokens, buckets=runner.buckets
     )
-    bound = bound_of(runner)
     rows: list[dict[str, Any]] = []
     with console.progress(len(buckets), "buckets", "bucket") as bar:
         for bucket in buckets:
@@ -125,12 +112,16 @@ def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequ
             replayed = run(runner, batch)
             seconds = time.perf_counter() - started
             poisoned, reached = run_poisoned(runner, batch, bucket)
+            error = Error.between(replayed, reference, batch)
+            without = Error.between(run(segmented, batch), reference, batch)
             rows.append(
                 {
                     "bucket": bucket,
                     "tokens": tokens,
-                    "rel_error": relative_error(replayed, reference),
-                    "segmented_rel_error": relative_error(run(segmented, batch), reference),
+                    "rel_error": error.total,
+                    "median_row_error": error.median,
+                    "segmented_rel_error": without.total,
+                    "ok": noise.explains(error) and noise.explains(without),
                     "bitwise": torch.equal(replayed, reference),
                     "padding_inert": torch.equal(poisoned, replayed),
                     "poison_reached": reached or bucket == tokens or runner.graphs == "off",
@@ -138,23 +129,23 @@ def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequ
                 }
             )
             bar.update(1)
-    wrong = [r["bucket"] for r in rows if not max(r["rel_error"], r["segmented_rel_error"]) <= bound]
-    worst = max((max(r["rel_error"], r["segmented_rel_error"]) for r in rows), default=0.0)
+    wrong = [r["bucket"] for r in rows if not r["ok"]]
+    worst = Error(*(max((r[key] for r in rows), default=0.0) for key in ("rel_error", "median_row_error")))
     leaking = [r["bucket"] for r in rows if not r["padding_inert"]]
     missed = [r["bucket"] for r in rows if not r["poison_reached"]]
     padding = f"{len(rows)} buckets with NaN in every padded row and stale buffer: "
     padding += f"it reaches real rows in buckets {leaking}" if leaking else "real rows keep their bits"
     if missed:
         padding += f"; padded rows of buckets {missed} could not be poisoned"
-    equal = f"{len(rows)} of {len(runner.buckets)} buckets, eager = segmented = {runner.graphs}: "
-    equal += f"worst relative error {worst:.1e} (bound {bound:.0e})" + (f"; wrong in buckets {wrong}" if wrong else "")
+    equal = f"{len(rows)} of {len(runner.buckets)} buckets, eager = segmented = {runner.graphs}: {noise.judge(worst)}"
+    equal += f"; wrong in buckets {wrong}" if wrong else ""
     return [
         Check(
             "graphs.buckets",
             not wrong,
             equal,
-            {"rel_error": worst, "buckets": len(rows), "wrong": len(wrong)},
-            {"bound": bound, "rows": rows},
+            {"rel_error": worst.total, "buckets": len(rows), "wrong": len(wrong)},
+            {"bound": noise.bound.total, "median_bound": noise.bound.median, "rows": rows},
         ),
         Check(
             "graphs.padding",
@@ -183,63 +174,13 @@ def check_order(runner: Runner, traffic: Traffic, buckets: Sequence[int], seed: 
     return Check("graphs.order", not changed, summary, {"changed": len(changed)}, {"changed": sorted(changed)})
 
 
-def check_batch(runner: Runner, traffic: Traffic) -> Check:
-    """Each sequence of a mixed step against the same tokens in a step of their own."""
+def check_batch(runner: Runner, traffic: Traffic, noise: Noise) -> Check:
+    """The sequences of a mixed step against the same tokens in a step for each sequence."""
     batch, singles = traffic.mixed_and_single(min(48, runner.max_tokens))
     together = run(runner, batch)
-    starts = batch.query_start.tolist()
-    errors = []
-    for single, start, end in zip(singles, starts, starts[1:], strict=False):
-        errors.append(relative_error(run(runner, single), together[start:end]))
-    worst, bound = max(errors), bound_of(runner)
-    summary = f"{len(errors)} sequences in one step against alone: worst relative error {worst:.1e} (bound {bound:.0e})"
-    return Check("graphs.batch", worst <= bound, summary, {"rel_error": worst}, {"errors": errors, "bound": bound})
-
-
-# ---- running --------------------------------------------------------------------------------------------------------
-
-
-def run(runner: Runner, batch: Batch) -> Tensor:
-    """Hidden states of one step, its own. What the cache held at the step's slots is NaN when it starts."""
-    for tensor in (*runner.cache.k, *runner.cache.v):
-        tensor.flatten(0, 1)[batch.slots.to(tensor.device)] = torch.nan
-    return runner.forward(batch).clone()
-
-
-def run_poisoned(runner: Runner, batch: Batch, bucket: int) -> tuple[Tensor, bool]:
-    """Run `batch` with every padded row NaN from the first layer on, and every static buffer NaN before the step.
-
-    The padding token's embedding is NaN meanwhile; traffic never uses that token.
-
-    Returns:
-        The hidden states, and whether the padded rows did come out NaN.
-    """
-    embedding: Tensor = runner.model.decoder.get_input_embeddings().weight  # type: ignore[operator,union-attr]
-    kept = embedding[PAD_ID].clone()
-    runner.poison()
-    try:
-        with torch.no_grad():
-            embedding[PAD_ID] = torch.nan
-        hidden = run_whole(runner, batch, bucket)
-    finally:
-        with torch.no_grad():
-            embedding[PAD_ID] = kept
-    tokens = batch.num_tokens
-    return hidden[:tokens], bool(hidden[tokens:].isnan().any())
-
-
-def run_whole(runner: Runner, batch: Batch, bucket: int) -> Tensor:
-    """As `run`, with the padded rows that follow the real ones in the runner's own output."""
-    for tensor in (*runner.cache.k, *runner.cache.v):
-        tensor.flatten(0, 1)[batch.slots.to(tensor.device)] = torch.nan
-    hidden = runner.forward(batch)
-    rows = batch.num_tokens if runner.graphs == "off" else bucket
-    return hidden.as_strided((rows, hidden.shape[1]), hidden.stride()).clone()
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm; NaN when either is not finite."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
+    error = Error.between(torch.cat([run(runner, single) for single in singles]), together, batch)
+    summary = f"{len(singles)} sequences in one step against alone: {noise.judge(error)}"
+    return Check("graphs.batch", noise.explains(error), summary, {"rel_error": error.total}, {"rows": len(together)})
 
 
 class _Churn:

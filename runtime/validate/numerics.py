@@ -169,7 +169,7 @@ def check_batch(name: str, stored: PreparedWeight, device: torch.device, generat
 
 def check_layers(model: Model, checkpoint: Checkpoint, limit: int, generator: torch.Generator) -> Check:
     """Each quantized layer, as loaded, on three random rows against float64 arithmetic on the checkpoint's tensors."""
-    found = dict(_loaded(model, checkpoint))
+    found = dict(loaded_layers(model, checkpoint))
     missing = len(checkpoint.linears) - len(found)
     names = list(found)
     names = names[:: max(1, -(-len(names) // limit))]
@@ -201,7 +201,7 @@ def check_layers(model: Model, checkpoint: Checkpoint, limit: int, generator: to
     return Check("ops.layers", not bad, summary, {"worst_error": worst, "layers": len(errors)}, errors)
 
 
-def _loaded(model: Model, checkpoint: Checkpoint) -> Iterator[tuple[str, NVFP4Linear]]:
+def loaded_layers(model: Model, checkpoint: Checkpoint) -> Iterator[tuple[str, NVFP4Linear]]:
     """Quantized layers of `model` under their names in the checkpoint, which may have a prefix that the model drops."""
     by_suffix = {name.partition(".")[2]: name for name in checkpoint.linears} | {
         name: name for name in checkpoint.linears

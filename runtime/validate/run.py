@@ -21,6 +21,7 @@ from fp4pipe.runtime.validate.gates import judge
 from fp4pipe.runtime.validate.graphs import check_graphs
 from fp4pipe.runtime.validate.gsm8k import STOPS, Outcome, Prompt, grade, load_gsm8k, make_prompts, tally
 from fp4pipe.runtime.validate.likelihood import agreement_figures, perplexity_figures, score
+from fp4pipe.runtime.validate.numerics import loaded_layers
 from fp4pipe.runtime.validate.ops import check_ops
 from fp4pipe.runtime.validate.options import Gsm8kOptions, ValidateOptions
 from fp4pipe.runtime.validate.parity import parity
@@ -160,10 +161,22 @@ class _Run:
     def parity(self, reference: Reference) -> None:
         for mode, engine in self.engines.items():
             reference.activations = mode == "w4a4"
-            # Every position counts here, so a window's tokens are one more than those it has to predict.
             pieces = self._windows(engine, self.options.parity_positions)
             with self._timed("parity"):
-                self.report.checks.append(parity(engine, reference.logits, pieces, name=f"parity.{mode}"))
+                check = parity(self._exact(mode, engine), reference.logits, pieces, name=f"parity.{mode}")
+            self.report.checks.append(check)
+
+    def _exact(self, mode: str, engine: Engine) -> Engine:
+        """The engine to hold against the reference: for quantized activations, one whose sums and scales are float64."""
+        if mode != "w4a4":
+            return engine
+        options = replace(self.options, device="cpu", dtype="float64", runner="off", kv_tokens=self.options.window + 16)
+        exact = load_engine(self.checkpoint.path, mode, options)
+        for name, layer in loaded_layers(exact.model, self.checkpoint):
+            scale = self.checkpoint.input_scale(name)
+            assert scale is not None  # a layer without one does not load in w4a4
+            layer.alpha = (self.checkpoint.global_scale(name).double() * scale.double()).reshape(1)
+        return exact
 
     def text(self) -> None:
         options, checks = self.options, self.report.checks
