@@ -55,7 +55,9 @@ class Load(Section):
     graphs: Literal["compiled", "segmented", "off"] = Field(default="compiled", description="how steps are run")
     compiler: Literal["inductor", "eager"] = Field(default="inductor", description="of compiled graphs")
     load_threads: int = Field(default=8, gt=0, description="threads that read the weights")
-    kv_tokens: int | None = Field(default=None, gt=0, description="tokens a KV cache holds; null: 2048 for each sequence run at a time")
+    kv_tokens: int | None = Field(
+        default=None, gt=0, description="tokens a KV cache holds; null: 2048 for each sequence run at a time"
+    )
 
 
 class Gsm8k(Section):
