@@ -23,6 +23,7 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 """Rows and columns of Llama-3.1-8B's linear layers, fused as the runtime fuses them."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROTATE_BYTES = 256 << 20
+_WARM_MS = 10.0
 READ_BANDWIDTH = 4.46e12
 """Bytes a second an H200 reads, measured; floors of other devices are relative to this one."""
 BF16_FLOPS = 780e12
@@ -41,15 +42,18 @@ def replay_us(calls: Sequence[Callable[[], object]], replays: int = 12) -> float
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for index in range(replays + 3):
+    times, warm = [], 0.0
+    while warm < _WARM_MS or len(times) < replays:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        if index >= 3:
-            times.append(start.elapsed_time(end) * 1000 / len(calls))
+        elapsed = start.elapsed_time(end)
+        if warm < _WARM_MS:  # an idle GPU clocks down, and takes milliseconds of work to come back
+            warm += elapsed
+        else:
+            times.append(elapsed * 1000 / len(calls))
     return statistics.median(times)
 
 

@@ -55,7 +55,7 @@ def compile_library() -> Path:
             fix="install the CUDA toolkit; until then the slower Triton kernels run",
         )
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    sources = sorted(_SOURCES.iterdir())
+    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cu", ".cuh"))
     digest = hashlib.sha256("\0".join((version, *_FLAGS)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

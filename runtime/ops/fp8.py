@@ -78,8 +78,9 @@ def fold_weight(w: Tensor, w_scales: Tensor, alpha: Tensor) -> tuple[Tensor, Ten
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activations ``[M, K]`` to e4m3 and a float32 scale a token ``[M, 1]``, its largest magnitude over 448."""
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=2.0**-100) / E4M3_MAX
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    largest = x.abs().amax(1, keepdim=True).float().clamp(min=2.0**-100)
+    codes = (x.float() * (E4M3_MAX / largest)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes, largest / E4M3_MAX
 
 
 def reference_gemm(

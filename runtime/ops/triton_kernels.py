@@ -154,12 +154,13 @@ def _quantize_tokens_kernel(x_ptr, codes_ptr, scales_ptr, K, BLOCK: tl.constexpr
     for start in range(0, K, BLOCK):
         x = tl.load(x_ptr + row * K + start + column, mask=start + column < K, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    scale = tl.maximum(tl.max(largest, axis=0), 7.888609052210118e-31) / 448.0
+    bound = tl.maximum(tl.max(largest, axis=0), 7.888609052210118e-31)
+    inverse = 448.0 / bound
     for start in range(0, K, BLOCK):
-        x = tl.load(x_ptr + row * K + start + column, mask=start + column < K, other=0.0).to(tl.float32) / scale
+        x = tl.load(x_ptr + row * K + start + column, mask=start + column < K, other=0.0).to(tl.float32) * inverse
         codes = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
         tl.store(codes_ptr + row * K + start + column, codes, mask=start + column < K)
-    tl.store(scales_ptr + row, scale)
+    tl.store(scales_ptr + row, bound / 448.0)
 
 
 _SIZE = 256
