@@ -12,6 +12,7 @@ from fp4pipe.runtime.batch import Batch, Segment
 from fp4pipe.runtime.cache import KVCache, LayerKV
 from fp4pipe.runtime.model import Model
 from fp4pipe.runtime.ops import fp8, prepare_weight
+from fp4pipe.runtime.ops.backend import capability
 from fp4pipe.runtime.validate import numerics
 from fp4pipe.runtime.validate.check import Check
 
@@ -94,12 +95,13 @@ def _samples(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
     quantized = torch.ops.fp4pipe.fp4_quantize(x, scale, True)
     as_stored = [tensor.to(device) for tensor in stored[:3]]
     long = torch.randn(fp8.MIN_TOKENS, 64, generator=generator).to(device, x.dtype)
+    multiplies_fp8 = (capability(device) or (8, 9)) >= (8, 9)
     folded = (*as_stored, *fp8.fold_weight(*as_stored), stored.out_features)
     return {
         "fp4_quantize": [(x, scale), (x, scale, True)],
         "fp4_gemm": [(*quantized, *weight, x.dtype), (*quantized, *weight, x.dtype, bias)],
         "fp4_gemm_w4a16": [(x, *weight), (x, *weight, bias)],
-        "fp8_prefill_gemm": [(x, *folded), (long, *folded, bias)],
+        "fp8_prefill_gemm": [(x, *folded), *([(long, *folded, bias)] if multiplies_fp8 else [])],
         "paged_attention": [(q, k, k.clone(), torch.empty_like(q), 0, 0.25, window) for window in (0, 3)],
     }
 
