@@ -5,9 +5,8 @@
 // 64 rows of packed weight into bf16 registers and feed them to wgmma as its A operand, a step ahead of the tensor cores.
 // With few tiles, CTAs split the columns; partial sums go through a workspace and the last to arrive adds them in order.
 // CTAs of a cluster make tiles of different rows and the same tokens: each fetches its share of x for all of them.
-#include <cuda.h>
-
 #include "nvfp4.cuh"
+#include "tensor_copies.cuh"
 #include "wgmma.cuh"
 
 namespace fp4pipe {
@@ -49,30 +48,6 @@ __device__ __forceinline__ Unit unit_of(const PrefillArguments& p, int index) {
     const int group = index / per_group, rest = index % per_group;
     const int width = min(kTokenGroup, p.token_tiles - group * kTokenGroup);
     return {rest / width / p.splits, group * kTokenGroup + rest % width, rest / width % p.splits};
-}
-
-// Copy a box of x to the same place in every CTA of the cluster, and tell each one's barrier.
-template <int CLUSTER>
-__device__ __forceinline__ void copy_tokens(uint32_t destination, const CUtensorMap* map, int column, int token, uint32_t barrier) {
-    if constexpr (CLUSTER == 1)
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-                     "[%1, {%2, %3}], [%4];" ::"r"(destination), "l"(map), "r"(column), "r"(token), "r"(barrier) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                     "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination), "l"(map), "r"(column), "r"(token), "r"(barrier),
-                     "h"(static_cast<uint16_t>((1 << CLUSTER) - 1)) : "memory");
-}
-
-// Copy GROUPS blocks of the packed weight: [block][group * 9 ...][256 bytes].
-__device__ __forceinline__ void copy_weights(uint32_t destination, const CUtensorMap* map, int group, int block, uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-                 "[%1, {%2, %3, %4}], [%5];" ::"r"(destination), "l"(map), "r"(0), "r"(group * (kBlockBytes / 256)), "r"(block),
-                 "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-    asm volatile("{.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
@@ -290,40 +265,13 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     if constexpr (CLUSTER > 1) cluster_sync();  // nobody leaves while another may still write here
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-EncodeTiled encode_tiled() {
-    static const EncodeTiled function = [] {
-        void* pointer = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &result);
-        return reinterpret_cast<EncodeTiled>(pointer);
-    }();
-    return function;
-}
-
 template <int TOKENS, int GROUPS, int CLUSTER>
 cudaError_t run(PrefillArguments p, const void* x, int columns, int processors, cudaStream_t stream, bool overlap) {
     p.token_tiles = (p.tokens + TOKENS - 1) / TOKENS;
     p.row_tiles = (p.row_blocks + GROUPS * CLUSTER - 1) / (GROUPS * CLUSTER);
-    const EncodeTiled encode = encode_tiled();
-    if (!encode) return cudaErrorNotSupported;
     CUtensorMap x_map, w_map;
-    const cuuint64_t x_sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.tokens)};
-    const cuuint64_t x_pitch[] = {static_cast<cuuint64_t>(columns) * 2};
-    const cuuint32_t x_box[] = {64, TOKENS / CLUSTER}, steps[] = {1, 1, 1};
-    const cuuint64_t row_bytes = static_cast<cuuint64_t>(p.groups) * kBlockBytes;
-    const cuuint64_t w_sizes[] = {256, row_bytes / 256, static_cast<cuuint64_t>(p.row_blocks)}, w_pitch[] = {256, row_bytes};
-    const cuuint32_t w_box[] = {256, kBlockBytes / 256, GROUPS};
-    const CUresult encoded_x = encode(&x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), x_sizes, x_pitch, x_box, steps,
-                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    const CUresult encoded_w = encode(&w_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<unsigned char*>(p.weight), w_sizes, w_pitch,
-                                      w_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (encoded_x != CUDA_SUCCESS || encoded_w != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    if (!map_tokens(&x_map, x, columns, p.tokens, TOKENS / CLUSTER) || !map_weights(&w_map, p.weight, p.groups, p.row_blocks, GROUPS))
+        return cudaErrorInvalidValue;
     const int units = p.row_tiles * p.token_tiles * p.splits;
     return launch(prefill_kernel<TOKENS, GROUPS, CLUSTER>, dim3(min(units, processors / CLUSTER) * CLUSTER),
                   128 * GROUPS + 128, Ring<TOKENS, GROUPS>::kBytes, stream, overlap, {CLUSTER, 1, 1}, p, x_map, w_map);
