@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "FP4PIPE_CACHE": str(tmp_path_factory.mktemp("cache")), "HF_HUB_OFFLINE": "1"}
 
 
-def fp4pipe(environment: dict[str, str], *words: str | Path, code: int = 0) -> tuple[dict, str]:
-    """Run the command with --json; its document and its stderr."""
-    command = [sys.executable, "-m", "fp4pipe", *map(str, words), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout), done.stderr
+@pytest.fixture
+def fp4pipe(
+    cli: Callable, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict, str]]:
+    """Run the command with --json, in this process, which has its imports behind it; its document and its stderr."""
+    monkeypatch.setenv("FP4PIPE_CACHE", environment["FP4PIPE_CACHE"])
+
+    def call(*words: str | Path, code: int = 0) -> tuple[dict, str]:
+        result = cli(*words, "--json")
+        assert result.code == code, result
+        return json.loads(result.stdout), result.stderr
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +41,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(environment: dict[str, str], out: Path) -> tuple[dict, str]:
-    """The recipe, run once."""
-    return fp4pipe(environment, "run", "tiny-random", "--out", out)
+    """The recipe, run once, in a process of its own."""
+    command = [sys.executable, "-m", "fp4pipe", "run", "tiny-random", "--out", str(out), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
 
 
 def test_the_recipe_passes_all_its_gates(run, out):
@@ -58,56 +68,54 @@ def test_the_recipe_passes_all_its_gates(run, out):
     assert all(row["figure"] in stderr for row in document["table"])
 
 
-def test_a_second_run_keeps_every_step(run, environment, out):
-    document, stderr = fp4pipe(environment, "run", "tiny-random", "--out", out)
+def test_a_second_run_keeps_every_step(run, fp4pipe, out):
+    document, stderr = fp4pipe("run", "tiny-random", "--out", out)
     assert document["kept"] == ["ask", "quantize", "validate"]
     assert document["table"][3:5] == run[0]["table"][3:5]
     assert stderr.count("kept, nothing it depends on has changed") == 3
 
 
-def test_a_gate_that_fails_exits_3_and_measures_nothing_again(run, environment, out):
-    document, stderr = fp4pipe(environment, "run", "tiny-random", "gates.perplexity.ratio=<=0.5", "--out", out, code=3)
+def test_a_gate_that_fails_exits_3_and_measures_nothing_again(run, fp4pipe, out):
+    document, stderr = fp4pipe("run", "tiny-random", "gates.perplexity.ratio=<=0.5", "--out", out, code=3)
     assert not document["ok"]
     assert document["kept"] == ["ask", "quantize", "validate"]
     assert "error: gate failed: gate perplexity.ratio <=0.5: perplexity.w4a16.ratio = " in stderr
 
 
-def test_a_gate_on_a_check_that_is_not_made_is_refused_before_anything_runs(environment, tmp_path):
-    document, _ = fp4pipe(
-        environment, "run", "tiny-random", "gates.gsm8k.verdict=pass", "--out", tmp_path / "no", code=2
-    )
+def test_a_gate_on_a_check_that_is_not_made_is_refused_before_anything_runs(fp4pipe, tmp_path):
+    document, _ = fp4pipe("run", "tiny-random", "gates.gsm8k.verdict=pass", "--out", tmp_path / "no", code=2)
     assert "gsm8k" in document["error"]["what"]
     assert not (tmp_path / "no").exists()
 
 
-def test_inspect_accepts_it(run, environment, out):
-    document, _ = fp4pipe(environment, "inspect", out / "checkpoint")
+def test_inspect_accepts_it(run, fp4pipe, out):
+    document, _ = fp4pipe("inspect", out / "checkpoint")
     assert document["ok"]
     assert not [f for f in document["findings"] if f["severity"] == "error"]
     assert document["summary"]["bits_per_parameter"]["nvfp4"] == pytest.approx(4.5, abs=0.1)
 
 
-def test_inspect_refuses_a_damaged_copy(run, environment, out, tmp_path):
+def test_inspect_refuses_a_damaged_copy(run, fp4pipe, out, tmp_path):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", out / "checkpoint", copy], check=True)
     shard = copy / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    document, stderr = fp4pipe(environment, "inspect", copy, code=3)
+    document, stderr = fp4pipe("inspect", copy, code=3)
     assert not document["ok"]
     assert "model.safetensors" in stderr
 
 
-def test_validate_finds_the_source_in_the_checkpoint(run, environment, out, tmp_path):
+def test_validate_finds_the_source_in_the_checkpoint(run, fp4pipe, out, tmp_path):
     words = ["--parity", "--agreement", "--positions", "64", "--tokens", "64", "--runner", "off"]
-    document, _ = fp4pipe(environment, "validate", out / "checkpoint", *words, "--report", tmp_path / "report")
+    document, _ = fp4pipe("validate", out / "checkpoint", *words, "--report", tmp_path / "report")
     assert list(document["modes"]) == ["w4a4"]
     assert document["figures"]["parity.w4a4.top1"] >= 0.99
     assert json.loads((tmp_path / "report" / "report.json").read_text())["ok"]
 
 
-def test_validate_gate(run, environment, out):
+def test_validate_gate(run, fp4pipe, out):
     words = ["--perplexity", "--tokens", "64", "--runner", "off", "--mode", "w4a16"]
-    _, stderr = fp4pipe(environment, "validate", out / "checkpoint", *words, "--gate", "perplexity.ratio=<=0.1", code=3)
+    _, stderr = fp4pipe("validate", out / "checkpoint", *words, "--gate", "perplexity.ratio=<=0.1", code=3)
     assert "gate perplexity.ratio <=0.1" in stderr
 
 
@@ -144,8 +152,8 @@ def test_serve_answers_the_official_client_and_stops_on_a_signal(server, run):
     assert process.wait(timeout=30) == 0
 
 
-def test_quantize_dry_run_writes_nothing(environment, tmp_path):
-    document, stderr = fp4pipe(environment, "quantize", "random:qwen2", "--out", tmp_path / "no", "--dry-run")
+def test_quantize_dry_run_writes_nothing(fp4pipe, tmp_path):
+    document, stderr = fp4pipe("quantize", "random:qwen2", "--out", tmp_path / "no", "--dry-run")
     assert not (tmp_path / "no").exists()
     assert document["plan"]["problems"] == []
     assert "Plan for random:qwen2" in stderr
