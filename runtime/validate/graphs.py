@@ -48,7 +48,7 @@ def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -
             "graphs.recompiles",
             recompiles == 0,
             f"{recompiles} compilations while running",
-            {"recompiles": recompiles, "replays": sum(runner.stats["replays"].values())},
+            {"count": recompiles, "replays": sum(runner.stats["replays"].values())},
             {"replays": runner.stats["replays"], "eager": runner.stats["eager"]},
         )
     )

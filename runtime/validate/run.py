@@ -167,7 +167,7 @@ class _Run:
             self.report.checks.append(check)
 
     def _exact(self, mode: str, engine: Engine) -> Engine:
-        """The engine to hold against the reference: for quantized activations, one whose sums and scales are float64."""
+        """What to hold against the reference: for quantized activations, one whose sums and scales are float64."""
         if mode != "w4a4":
             return engine
         options = replace(self.options, device="cpu", dtype="float64", runner="off", kv_tokens=self.options.window + 16)
