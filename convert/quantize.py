@@ -22,7 +22,7 @@ from fp4pipe.convert.plan import Plan, make_plan
 from fp4pipe.convert.provenance import provenance
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source, resolve_source
-from fp4pipe.convert.staging import check_output, staged
+from fp4pipe.convert.staging import check_keeps, check_output, staged
 from fp4pipe.errors import CheckpointError, UsageError
 
 
@@ -113,6 +113,9 @@ def quantize(
     with watch.step("plan"):
         if not isinstance(source, Source):
             source = resolve_source(source, trust_remote_code=options.trust_remote_code)
+        for origin in (source.path, Path(source.spec)):
+            if origin.exists():
+                check_keeps(out, origin)
         plan = make_plan(source, options)
         refuse_problems(plan)
     announce(plan)

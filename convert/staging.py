@@ -86,6 +86,30 @@ def check_output(out: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{out} already exists", fix="another --out, or --overwrite to replace it")
     if not (out / "config.json").exists():
         raise UsageError(f"{out} holds no model, so it is not replaced", fix="another --out, or remove it yourself")
+    if not _says_quantized(out):
+        raise UsageError(
+            f"{out} holds a model that is not quantized, so it is not replaced",
+            fix="another --out, or remove it yourself",
+        )
+
+
+def _says_quantized(directory: Path) -> bool:
+    """Whether the configs, damaged or not, are those of a quantized checkpoint: something that can be made again."""
+    if (directory / "hf_quant_config.json").exists():
+        return True
+    with suppress(OSError):
+        return b'"quantization_config"' in (directory / "config.json").read_bytes()
+    return False
+
+
+def check_keeps(out: Path, source: Path) -> None:
+    """Refuse an output that would take the place of what it is made from.
+
+    Raises:
+        UsageError: `source` is `out` or lies in it.
+    """
+    if source.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} cannot be written: the source {source} lies there", fix="another --out")
 
 
 def remove(directory: Path) -> None:

@@ -232,6 +232,19 @@ def test_outputs_that_are_not_touched(overwrite: bool, tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "diary.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("place", ["", "..", "../.."])
+def test_a_source_is_never_replaced(place: str, finished: Path, tiny: Callable[[str], Source], tmp_path: Path) -> None:
+    """Neither a model that is not quantized, nor a checkpoint with the source inside."""
+    model = tmp_path / "a" / "b" / "c"
+    shutil.copytree(tiny("llama").path, model)
+    for directory in (tmp_path / "a", tmp_path / "a" / "b"):
+        shutil.copy(finished / "config.json", directory)
+    before = content(model)
+    with pytest.raises(UsageError, match=r"not quantized, so it is not replaced|the source .* lies there"):
+        quantize(model, model / place, options(scheme="w4a16_nvfp4"), overwrite=True)
+    assert content(model) == before
+
+
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (
