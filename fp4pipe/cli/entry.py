@@ -13,6 +13,7 @@ import typer
 
 from fp4pipe import __version__, console
 from fp4pipe.allocator import keep_freed_memory
+from fp4pipe.cli.bench import bench
 from fp4pipe.cli.doctor import doctor
 from fp4pipe.cli.inspect import inspect
 from fp4pipe.cli.outcome import Interrupted, Outcome
@@ -33,6 +34,7 @@ app = typer.Typer(
 for _function in (quantize, validate, serve, run, inspect, doctor):
     app.command()(command(_function))
 app.add_typer(recipes, name="recipes")
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

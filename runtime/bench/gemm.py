@@ -24,6 +24,7 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 """Rows and columns of Llama-3.1-8B's linear layers, fused as the runtime fuses them."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROTATE_BYTES = 256 << 20
+MODES = ("w4a16", "w4a4_emulated", "fp8_prefill")
 _WARM_MS = 10.0
 READ_BANDWIDTH = 4.46e12
 """Bytes a second an H200 reads, measured; floors of other devices are relative to this one."""
@@ -130,7 +131,7 @@ class Shape:
 def bench_gemm(
     shapes: dict[str, tuple[int, int]] | None = None,
     tokens: Iterable[int] = TOKENS,
-    modes: Iterable[str] = ("w4a16", "w4a4_emulated", "fp8_prefill"),
+    modes: Iterable[str] = MODES,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Time every mode at every shape and token count on the current GPU.
@@ -149,8 +150,13 @@ def bench_gemm(
         Unavailable: No CUDA device.
     """
     if not torch.cuda.is_available():
-        raise Unavailable("bench gemm needs a CUDA GPU", because="PyTorch sees none")
-    tokens, rows, has_fp8 = tuple(tokens), [], torch.cuda.get_device_capability() >= (8, 9)
+        raise Unavailable(
+            "bench gemm needs a CUDA GPU",
+            because="PyTorch sees none",
+            fix="a machine with one; the figures of an H200 are in benchmarks/results",
+        )
+    tokens, modes, rows = tuple(tokens), tuple(modes), []
+    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     for name, (n, k) in (shapes or SHAPES).items():
         shape = Shape(n, k)
         for count in tokens:  # peers beside ours: a GPU that large products have just heated runs small ones slower
