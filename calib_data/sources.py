@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4pipe.calib_data.records import Record, pick_column, record_of
-from fp4pipe.errors import UsageError
+from fp4pipe.errors import UsageError, first_line
 
 BUNDLED = "bundled"
 SUFFIXES = (".jsonl", ".txt", ".parquet")
@@ -116,7 +116,7 @@ def hub_records(dataset: str, column: str | None, *, split: str | None, seed: in
             yield record_of(row, name, f"dataset {dataset}, row {number}")
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"calibration dataset {dataset} broke off while streaming", because=_first_line(error)
+            f"calibration dataset {dataset} broke off while streaming", because=first_line(error)
         ) from error
 
 
@@ -129,7 +129,7 @@ def _open_hub(dataset: str, split: str | None) -> Any:
     except Exception as error:  # the library raises anything from ValueError to the HTTP client's own errors
         raise UsageError(
             f"calibration dataset {dataset} cannot be opened",
-            because=_first_line(error),
+            because=first_line(error),
             fix="check the name (NAME[:CONFIG]) and the network, or use `bundled` or a .jsonl, .txt or .parquet file",
         ) from error
     names = [str(key) for key in splits]
@@ -137,7 +137,3 @@ def _open_hub(dataset: str, split: str | None) -> Any:
     if chosen not in names:
         raise UsageError(f"dataset {dataset} has no split {chosen!r}", because=f"its splits are: {', '.join(names)}")
     return splits[chosen]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4pipe.convert.gguf_file import GGUFFile
-from fp4pipe.errors import SourceError
+from fp4pipe.errors import SourceError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -154,7 +154,7 @@ def build_config(file: GGUFFile, *, tied: bool, token_ids: dict[str, Any]) -> "P
         config = AutoConfig.for_model(family.model_type, **fields)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     except (ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise SourceError(f"{file.path.name}: metadata is inconsistent", because=reason) from error
     config.dtype = "bfloat16"
     return config

@@ -1,14 +1,17 @@
 """Building the Hugging Face model of a source, empty or with its weights, and refusing the kinds not supported."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp4pipe.convert.quiet import quiet
-from fp4pipe.convert.source import Source
-from fp4pipe.errors import Fp4pipeError, SourceError, Unavailable, UsageError
+from fp4pipe.convert.source import FLOATING, Source
+from fp4pipe.errors import Fp4pipeError, SourceError, Unavailable, UsageError, first_line
 
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
+"""How the names of causal language models' classes end."""
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _SUPPORTED = "dense decoder-only language models (Llama, Qwen2, Qwen3, Mistral, Gemma 3 text, Phi3 and their like)"
 
@@ -25,7 +28,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises whatever a wrong field leads to
         raise SourceError(
-            f"{source.spec}: config.json is not understood by transformers", because=_first_line(error)
+            f"{source.spec}: config.json is not understood by transformers", because=first_line(error)
         ) from error
     if (reason := unsupported_architecture(config)) is not None:
         raise SourceError(f"{source.spec} cannot be converted", because=reason, fix=f"one of the {_SUPPORTED}")
@@ -43,10 +46,12 @@ def unsupported_architecture(config: Any) -> str | None:
             return f"{config.model_type} has a {part.removesuffix('_config')} part; only text models are converted"
     if any(_count(config, name) > 1 for name in _EXPERT_COUNTS):
         return f"{config.model_type} is a mixture of experts, which is not supported yet"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(
-        config, "auto_map", {}
-    ):
+    own_code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and own_code is None:
         return f"{config.model_type} is no causal language model"
+    classes = getattr(config, "architectures", None) or []
+    if own_code is None and classes and not any(name.endswith(_CAUSAL_LM) for name in classes):
+        return f"its weights are those of {classes[0]}, not of a causal language model"
     return None
 
 
@@ -65,7 +70,7 @@ def build_empty(source: Source, trust_remote_code: bool) -> nn.Module:
                 config, dtype=source_dtype(source), trust_remote_code=trust_remote_code
             )
     except Exception as error:  # as above
-        raise SourceError(f"{source.spec}: the model cannot be built", because=_first_line(error)) from error
+        raise SourceError(f"{source.spec}: the model cannot be built", because=first_line(error)) from error
 
 
 def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn.Module:
@@ -85,18 +90,23 @@ def load(source: Source, *, device: torch.device, trust_remote_code: bool) -> nn
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # else it raises without saying which
             )
     except (Fp4pipeError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # as above
-        raise SourceError(f"{source.spec}: the weights cannot be loaded", because=_first_line(error)) from error
+        raise SourceError(f"{source.spec}: the weights cannot be loaded", because=first_line(error)) from error
     model, info = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if names := sorted(str(name) for name in info[problem]):
-            raise SourceError(
-                f"{source.spec}: {names[0]} is {problem.split('_')[0]} in the weights",
-                because=f"config.json promises it{f' and {len(names) - 1} others' if names[1:] else ''}",
-            )
+    if names := sorted(info["missing_keys"]):
+        others = f" and {len(names) - 1} others" if names[1:] else ""
+        raise SourceError(
+            f"{source.spec}: {names[0]} is missing in the weights", because=f"config.json promises it{others}"
+        )
+    for name, held, promised in sorted(info["mismatched_keys"]):
+        raise SourceError(
+            f"{source.spec}: {name} is {_shape(held)} in the weights",
+            because=f"config.json promises {_shape(promised)}",
+        )
     return model.to(device).eval()
 
 
@@ -104,7 +114,7 @@ def source_dtype(source: Source) -> torch.dtype:
     """The dtype most of the source's floating-point bytes have."""
     sizes: dict[torch.dtype, int] = {}
     for info in source.tensors.values():
-        if info.dtype in ("BF16", "F16", "F32"):
+        if info.dtype in FLOATING:
             sizes[info.torch_dtype] = sizes.get(info.torch_dtype, 0) + info.nbytes
     if not sizes:
         raise SourceError(f"{source.spec} holds no bf16, fp16 or fp32 tensor")
@@ -145,5 +155,5 @@ def _count(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _shape(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape))

@@ -23,7 +23,7 @@ from fp4pipe.convert.provenance import provenance
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source, resolve_source
 from fp4pipe.convert.staging import check_keeps, check_output, staged
-from fp4pipe.errors import CheckpointError, UsageError
+from fp4pipe.errors import CheckpointError, SourceError, UsageError, first_line
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,10 @@ def _calibration(source: Source, options: QuantizeOptions) -> CalibrationSet:
             source.path, trust_remote_code=options.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
-        raise UsageError(
+        raise SourceError(
             f"{source.spec} has no usable tokenizer, and calibration text has to be encoded",
-            because=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            because=first_line(error),
+            fix="a copy of the model with its tokenizer files, or a weight-only scheme, which needs no calibration",
         ) from error
     ask = options.calibration
     return load_calibration(

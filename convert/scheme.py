@@ -10,7 +10,7 @@ from typing import Any
 
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.quiet import quiet
-from fp4pipe.errors import UsageError
+from fp4pipe.errors import UsageError, first_line
 
 NVFP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
 FP8 = {"num_bits": (4, 3)}
@@ -106,9 +106,9 @@ def _look_up(name: str) -> Mapping[str, Any]:
             except ValueError as error:
                 if "not a valid YAML file" in str(error):
                     continue
-                raise UsageError(f"ModelOpt recipe {name} cannot be read", because=_first_line(error)) from error
+                raise UsageError(f"ModelOpt recipe {name} cannot be read", because=first_line(error)) from error
             except Exception as error:  # YAML and import errors of several libraries
-                raise UsageError(f"ModelOpt recipe {name} cannot be read", because=_first_line(error)) from error
+                raise UsageError(f"ModelOpt recipe {name} cannot be read", because=first_line(error)) from error
             section = getattr(recipe, "quantize", None)
             if section is None:
                 raise UsageError(f"ModelOpt recipe {name} does not quantize", because="it has no `quantize` section")
@@ -120,10 +120,6 @@ def _look_up(name: str) -> Mapping[str, Any]:
         f"unknown scheme {name!r}",
         fix=f"{close[0]}" if close else f"a preset ({', '.join(supported_presets())}), a ModelOpt recipe or its path",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _unsupported(config: Mapping[str, Any]) -> str | None:

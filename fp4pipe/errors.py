@@ -34,6 +34,16 @@ class Fp4pipeError(Exception):
         return _rebuild, (type(self), self.what, self.because, self.fix)
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, on one line: its first, and what follows a colon at the end of that one."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".strip()
+        if not said.endswith(":"):
+            break
+    return said or type(error).__name__
+
+
 def _rebuild(kind: type[Fp4pipeError], what: str, because: str | None, fix: str | None) -> Fp4pipeError:
     return kind(what, because=because, fix=fix)
 

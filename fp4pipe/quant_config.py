@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp4pipe.errors import CheckpointError
+from fp4pipe.errors import CheckpointError, first_line
 from fp4pipe.exclusions import Patterns, compiled, is_excluded, is_glob, shards_of, without_wrappers
 
 NVFP4_ALGOS = frozenset({"NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ", "NVFP4_SVD"})
@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read", because=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON", because=str(error).splitlines()[0]) from error
+        raise CheckpointError(f"{path}: not valid JSON", because=first_line(error)) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value

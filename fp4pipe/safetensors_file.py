@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4pipe.errors import CheckpointError
+from fp4pipe.errors import CheckpointError, first_line
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -135,8 +135,9 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        because = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: header is not valid JSON", because=because, fix=_FETCH_AGAIN) from error
+        raise CheckpointError(
+            f"{path}: header is not valid JSON", because=first_line(error), fix=_FETCH_AGAIN
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is a JSON {type(header).__name__}, not an object")
     return header, 8 + length, size
@@ -204,7 +205,7 @@ def map_file(path: Path) -> Tensor:
     try:
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be mapped", because=str(error).splitlines()[0]) from error
+        raise CheckpointError(f"{path}: cannot be mapped", because=first_line(error)) from error
 
 
 def view(mapped: Tensor, info: TensorInfo) -> Tensor:

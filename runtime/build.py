@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp4pipe.errors import CheckpointError, Unavailable
+from fp4pipe.errors import CheckpointError, Unavailable, first_line
 from fp4pipe.runtime import attention
 from fp4pipe.runtime.cache import LayerKV
 from fp4pipe.runtime.ops import NVFP4Linear
@@ -39,7 +39,7 @@ def read_config(path: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path / 'config.json'} is not a configuration transformers knows", because=_first_line(error)
+            f"{path / 'config.json'} is not a configuration transformers knows", because=first_line(error)
         ) from error
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
@@ -71,10 +71,6 @@ def _rope_types(parameters: Any) -> list[str]:
     return own + [t for nested in parameters.values() for t in _rope_types(nested)]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 def _unavailable(config: PretrainedConfig, because: str) -> Unavailable:
     return Unavailable(
         f"models of type {config.model_type!r} do not run here", because=because, fix=f"one of the {SUPPORTED}"
@@ -91,7 +87,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     except ValueError as error:
-        raise _unavailable(config, _first_line(error)) from error
+        raise _unavailable(config, first_line(error)) from error
     model.eval().requires_grad_(False)
     if not model.is_backend_compatible():
         raise _unavailable(config, "its attention does not go through transformers' attention interface")
@@ -135,7 +131,7 @@ def kv_layers_of(model: PreTrainedModel) -> list[LayerKV]:
         try:
             model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise _unavailable(model.config, f"its forward does not run without data: {_first_line(error)}") from error
+            raise _unavailable(model.config, f"its forward does not run without data: {first_line(error)}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(seen.calls) != list(range(layers)):
         raise _unavailable(model.config, f"{len(seen.calls)} of its {layers} layers call the attention interface")

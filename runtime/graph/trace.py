@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses import FakeTensorMode
 
-from fp4pipe.errors import Unavailable
+from fp4pipe.errors import Unavailable, first_line
 from fp4pipe.runtime.model import Model
 
 TOKENS, INPUT_IDS, POSITION_IDS = "tokens", "input_ids", "position_ids"
@@ -66,7 +66,7 @@ def trace(model: Model) -> Traced:
     except TorchDynamoException as error:
         raise Unavailable(
             f"{model.config.model_type} does not trace to one graph",
-            because=str(error).strip().splitlines()[0],
+            because=first_line(error),
             fix="--graphs segmented, which does not trace",
         ) from error
     module, examples = captured[0]

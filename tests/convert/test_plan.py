@@ -148,6 +148,13 @@ def test_architectures_that_are_refused(model_type: str, reason: str) -> None:
     assert reason in (unsupported_architecture(AutoConfig.for_model(model_type)) or "")
 
 
+def test_weights_of_another_class_are_refused() -> None:
+    """BERT's config is in transformers' list of causal models: what the weights are is said by `architectures`."""
+    for model_type, name in [("bert", "BertForMaskedLM"), ("qwen2", "Qwen2ForSequenceClassification")]:
+        config = AutoConfig.for_model(model_type, architectures=[name])
+        assert unsupported_architecture(config) == f"its weights are those of {name}, not of a causal language model"
+
+
 @pytest.mark.parametrize("model_type", ["llama", "granite", "olmo2", "smollm3", "stablelm", "glm4", "cohere"])
 def test_architectures_that_are_not(model_type: str) -> None:
     assert unsupported_architecture(AutoConfig.for_model(model_type)) is None

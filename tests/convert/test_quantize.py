@@ -309,6 +309,23 @@ def test_missing_tensor_is_refused(tmp_path: Path) -> None:
         quantize(path, tmp_path / "out", options())
 
 
+def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(path, lambda tensors: tensors.update({name: torch.ones(16, 64, dtype=torch.bfloat16)}))
+    with pytest.raises(SourceError, match=rf"{name} is 16 x 64 in the weights; because config.json promises 128 x 64"):
+        quantize(path, tmp_path / "out", options())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
+def test_weights_of_other_types_are_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(SourceError, match=rf"{name} is [FI]\d.*, and weights are quantized from BF16, F16, F32"):
+        quantize(path, tmp_path / "out", options())
+
+
 def test_no_text_to_calibrate_on(tiny: Callable[[str], Source], tmp_path: Path) -> None:
     from fp4pipe.convert.options import CalibrationOptions
 
@@ -326,7 +343,7 @@ def test_no_tokenizer(tiny: Callable[[str], Source], tmp_path: Path) -> None:
     shutil.copytree(tiny("llama").path, tmp_path / "source")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "source" / name).unlink()
-    with pytest.raises(UsageError, match="no usable tokenizer"):
+    with pytest.raises(SourceError, match=r"no usable tokenizer.*; try: a copy"):
         quantize(tmp_path / "source", tmp_path / "out", options())
     weight_only = quantize(tmp_path / "source", tmp_path / "out", options(scheme="w4a16_nvfp4"))
     assert weight_only.audit.ok

@@ -137,6 +137,10 @@ def test_remote_code_only_when_asked(copy: Path) -> None:
     assert resolve_source(copy, trust_remote_code=True).kind == "directory"
 
 
+def test_a_directory_named_like_a_file(copy: Path) -> None:
+    assert resolve_source(copy.rename(copy.with_name("model.gguf"))).kind == "directory"
+
+
 def test_revision_of_a_directory(copy: Path) -> None:
     with pytest.raises(SourceError, match="revision 'main' was given"):
         resolve_source(copy, revision="main")
