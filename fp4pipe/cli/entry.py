@@ -31,8 +31,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _function in (quantize, validate, serve, run, inspect, doctor):
-    app.command()(command(_function))
+for _function, _summary in (
+    (quantize, "Quantize a model to NVFP4, export it and audit the files."),
+    (validate, "Prove a checkpoint right and measure what four bits cost."),
+    (serve, "Serve a checkpoint with an OpenAI-compatible HTTP server."),
+    (run, "Carry out a recipe: quantize, audit, validate, ask, with gates."),
+    (inspect, "Show what a checkpoint holds, of any tool, and check it."),
+    (doctor, "Show what this machine can run, and with which kernels."),
+):
+    app.command(short_help=_summary)(command(_function))
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")
 

@@ -8,6 +8,9 @@ import typer
 from fp4pipe import console
 from fp4pipe.cli.outcome import Outcome
 
+_KEYED_BY_NAME = ("by_dtype", "modules")
+"""Parts of the summary whose keys are names found in the checkpoint."""
+
 
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint directory, of any tool.")],
@@ -42,13 +45,21 @@ def _text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _summary_lines(summary: dict[str, Any], indent: str = "  ") -> list[str]:
+def _summary_lines(summary: dict[str, Any], part: str = "", indent: str = "  ") -> list[str]:
+    """`summary`, which is the `part` of the whole of that name, as indented lines."""
     lines = []
     for key, value in summary.items():
-        label = key.replace("_", " ")
+        label = key if part in _KEYED_BY_NAME else key.replace("_", " ")
         if isinstance(value, dict):
-            lines += [f"{indent}{label}", *_summary_lines(value, indent + "  ")]
+            lines += [f"{indent}{label}", *_summary_lines(value, key, indent + "  ")]
         else:
-            shown = console.format_bytes(value) if "bytes" in key and isinstance(value, int) else value
-            lines.append(f"{indent}{label}: {shown}")
+            lines.append(f"{indent}{label}: {_shown(value, is_bytes=part == 'bytes')}")
     return lines
+
+
+def _shown(value: Any, *, is_bytes: bool) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return console.format_bytes(value) if is_bytes else str(value)

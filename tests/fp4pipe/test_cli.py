@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from fp4pipe.errors import CheckpointError, GateFailed, SourceError, Unavailable, UsageError
+from tests.fp4pipe.checkpoints import write_checkpoint
 
 COMMANDS = ("quantize", "validate", "serve", "run", "inspect", "doctor")
 RECIPE_COMMANDS = ("list", "show", "copy", "check")
@@ -45,6 +47,7 @@ def test_version_and_no_command(cli):
 
     assert cli("--version").stdout.strip() == __version__
     assert cli().stdout.startswith("Usage: fp4pipe")
+    assert "..." not in cli().stdout.partition("Commands:")[2]  # no command's line is cut off
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,19 @@ def test_recipes_copy_keeps_comments_and_never_overwrites(cli, tmp_path, monkeyp
     assert "tiny-random.yaml exists" in again.stderr
     assert cli("recipes", "copy", "tiny-random", "mine.yaml").code == 0
     assert cli("recipes", "check", "mine.yaml").stdout == "mine: ok\n"
+
+
+# -- inspect
+
+
+def test_inspect_keeps_the_names_found_in_the_files(cli, tmp_path):
+    write_checkpoint(tmp_path / "made", kv=False)
+    shown = cli("inspect", tmp_path / "made").stdout
+    assert "F8_E4M3: " in shown
+    assert "q_proj: 2 of NVFP4 64 x 64" in shown
+    assert "kv cache: none" in shown
+    assert "exclude: lm_head" in shown
+    assert re.search(r"bytes\n +total: [\d.]+ KiB", shown)
 
 
 # -- doctor
