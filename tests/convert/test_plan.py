@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from fp4pipe.convert.model import unsupported_architecture
-from fp4pipe.convert.options import QuantizeOptions
+from fp4pipe.convert.options import CalibrationOptions, QuantizeOptions
 from fp4pipe.convert.plan import make_plan
 from fp4pipe.convert.quantize import quantize
 from fp4pipe.convert.scheme import resolve_scheme, supported_presets
@@ -70,6 +70,19 @@ def test_columns_that_are_no_multiple_of_16(tmp_path: Path) -> None:
         quantize(source, tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
     assert quantize(source, tmp_path / "out", options(exclude=("*.down_proj",))).audit.ok
+
+
+@pytest.mark.parametrize("size", ["banana", "-5GB", "0GB", "5", "5 GB", ""])
+def test_shard_sizes_that_are_none(size: str) -> None:
+    with pytest.raises(UsageError, match="is no size; try: 5GB"):
+        options(max_shard_size=size)
+
+
+def test_calibration_texts_longer_than_the_context(tiny: Callable[[str], Source]) -> None:
+    long = CalibrationOptions(samples=2, seq_len=513)
+    plan = make_plan(tiny("llama"), options(calibration=long))
+    assert plan.problems == ("calibration texts of 513 tokens are longer than the model's 512 positions",)
+    assert not make_plan(tiny("llama"), options(calibration=long, scheme="w4a16_nvfp4")).problems
 
 
 def test_nothing_to_quantize(tiny: Callable[[str], Source], tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Finding models, and telling two of them apart."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from fp4pipe.convert.source import Source, file_digest, resolve_source
-from fp4pipe.errors import SourceError
+from fp4pipe.convert.source import Source, cache_root, file_digest, resolve_source
+from fp4pipe.errors import Fp4pipeError, SourceError, UsageError
 
 
 @pytest.fixture
@@ -86,6 +88,10 @@ def test_hub_out_of_reach(error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
     ("spec", "message"),
     [
         ("./nowhere/at/all", "no such model directory"),
+        ("./nowhere", "no such model directory"),
+        ("../nowhere", "no such model directory"),
+        ("-nowhere-", "no such model directory"),
+        ("no--where", "neither a directory here nor a hub id"),
         ("missing.gguf", "missing.gguf: no such file"),
         ("pypi:package", "names no version"),
         ("random:dinosaur", "random:dinosaur cannot be made"),
@@ -102,6 +108,28 @@ def test_random_model_is_made_once(tmp_path: Path) -> None:
     again = resolve_source("random:llama", cache_dir=tmp_path)
     assert (again.path / "model.safetensors").stat().st_mtime_ns == stamp
     assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
+
+
+def test_an_empty_spec_is_not_this_directory() -> None:
+    with pytest.raises(UsageError, match="the source is empty"):
+        resolve_source("")
+
+
+@pytest.mark.parametrize("cache", ["/proc/nowhere", "full"])
+def test_a_cache_that_cannot_be_written(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk(family: str, out: Path) -> None:
+        (out / "config.json").write_text("{}")
+        raise RuntimeError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
+
+    monkeypatch.setattr("fp4pipe.convert.random_model.write_random_model", fill_the_disk)
+    with pytest.raises(Fp4pipeError, match=r"cannot be kept in .*; because .*; try: .*FP4PIPE_CACHE"):
+        resolve_source("random:llama", cache_dir=tmp_path / cache)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4PIPE_CACHE", "")
+    assert cache_root().is_absolute()
 
 
 def test_pickled_weights_are_never_read(copy: Path) -> None:
@@ -142,5 +170,5 @@ def test_a_directory_named_like_a_file(copy: Path) -> None:
 
 
 def test_revision_of_a_directory(copy: Path) -> None:
-    with pytest.raises(SourceError, match="revision 'main' was given"):
+    with pytest.raises(UsageError, match="revision 'main' was given"):
         resolve_source(copy, revision="main")
