@@ -56,7 +56,8 @@ def everything(source: Path, quantized: Path) -> Report:
 
 def test_every_check_is_made_in_every_mode(everything: Report) -> None:
     names = [check.name for check in everything.checks]
-    assert names[:5] == ["ops.registration", "ops.values", "ops.batch", "ops.w4a16.layers", "ops.w4a4.layers"]
+    assert len(names) == len(set(names))
+    assert {"ops.registration", "ops.values", "ops.batch", "ops.w4a16.layers", "ops.w4a4.layers"} <= set(names)
     for mode in ("w4a16", "w4a4"):
         assert f"graphs.{mode}.buckets" in names
         assert {f"parity.{mode}", f"perplexity.{mode}", f"agreement.{mode}"} <= set(names)
