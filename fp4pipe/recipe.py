@@ -54,6 +54,15 @@ class Load(Section):
     dtype: str = Field(default="auto", description="compute type; auto: float32 on a CPU, else the checkpoint's")
     graphs: Literal["compiled", "segmented", "off"] = Field(default="compiled", description="how steps are run")
     compiler: Literal["inductor", "eager"] = Field(default="inductor", description="of compiled graphs")
+    fp4_gemm_backend: Literal["auto", "cutlass", "cudnn", "trtllm", "cute-dsl", "cutedsl_low_latency", "b12x"] = Field(
+        default="auto", description="kernels of w4a4 products on Blackwell"
+    )
+    prefill: Literal["bf16", "fp8"] = Field(
+        default="bf16", description="fp8: faster prompts on Hopper in w4a16, approximate"
+    )
+    lm_head: Literal["bf16", "fp8", "nvfp4"] = Field(
+        default="bf16", description="bf16: as the checkpoint has it; else quantized at load, approximate"
+    )
     load_threads: int = Field(default=8, gt=0, description="threads that read the weights")
     kv_tokens: int | None = Field(
         default=None, gt=0, description="tokens a KV cache holds; null: 2048 for each sequence run at a time"

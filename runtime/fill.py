@@ -43,8 +43,11 @@ def fill(
     dtype: torch.dtype,
     threads: int,
     progress: bool,
+    fp8_prefill: bool = False,
 ) -> ReadReport:
     """Load every weight of `model`, whose NVFP4 linears are `linears`, onto `device`; other weights become `dtype`.
+
+    With `fp8_prefill` the linears keep an E4M3 copy too: see `NVFP4Linear.prepare`.
 
     Raises:
         CheckpointError: A tensor is missing, left over, damaged or not as the model needs it.
@@ -65,7 +68,7 @@ def fill(
         _place(model, names, nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value)
     for name, module in linears.items():
         _load_linear(module, checkpoint.linears[name], loaded)
-        module.prepare(device)
+        module.prepare(device, fp8_prefill=fp8_prefill)
     loaded.finish()
     return loaded.report
 

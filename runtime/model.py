@@ -1,6 +1,7 @@
 """A checkpoint as a model that runs: Hugging Face's own modules, with NVFP4 linears and paged attention in them."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fp4pipe.quant_config import QuantConfig
 from fp4pipe.runtime import build
 from fp4pipe.runtime.cache import KVCache, LayerKV
 from fp4pipe.runtime.fill import fill, refuse_unsupported
-from fp4pipe.runtime.ops import resolve_mode
+from fp4pipe.runtime.ops import KernelChoices, has_native_fp4, quantize_head, resolve_mode
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -66,6 +67,9 @@ class Model:
         dtype: str | torch.dtype = "auto",
         load_threads: int = 8,
         progress: bool = True,
+        fp4_gemm_backend: str = "auto",
+        prefill: str = "bf16",
+        lm_head: str = "bf16",
     ) -> "Model":
         """Read a checkpoint, quantized or not, strictly: every tensor is used once and none is missing.
 
@@ -76,10 +80,13 @@ class Model:
             dtype: Of activations and unquantized weights; ``auto`` is float32 on a CPU, else the config's own.
             load_threads: Threads that read the files.
             progress: Whether to show a bar.
+            fp4_gemm_backend, prefill, lm_head: See `KernelChoices`.
 
         Raises:
             CheckpointError: The checkpoint is damaged or does not fit its configuration.
-            Unavailable: The runtime does not run this kind of model; raised before any weight is read.
+            Unavailable: The runtime does not run this kind of model, or the device not these kernels; raised before
+                any weight is read.
+            UsageError: A value that is unknown or does not go with the others.
         """
         started = time.perf_counter()
         path, device = Path(path), torch.device(device)
@@ -88,11 +95,28 @@ class Model:
         refuse_unsupported(checkpoint)
         resolved = _resolve_dtype(dtype, config, device)
         mode, why = resolve_mode(mode, device)
+        choices = KernelChoices(fp4_gemm_backend, prefill, lm_head)
+        choices.require(mode, device, quantized=bool(checkpoint.linears))
+        if has_native_fp4(device):
+            from fp4pipe.runtime.ops import blackwell
+
+            blackwell.select_gemm_backend(fp4_gemm_backend)
         module = build.build_on_meta(config, resolved)
         linears = build.replace_linears(module, checkpoint.linears, mode, resolved)
         kv_layers = build.kv_layers_of(module)
         build.recompute_buffers(module, device)
-        read = fill(module, linears, checkpoint, device=device, dtype=resolved, threads=load_threads, progress=progress)
+        read = fill(
+            module,
+            linears,
+            checkpoint,
+            device=device,
+            dtype=resolved,
+            threads=load_threads,
+            progress=progress,
+            fp8_prefill=prefill == "fp8",
+        )
+        if lm_head != "bf16":
+            module.set_output_embeddings(quantize_head(module.get_output_embeddings(), lm_head))
         return cls(
             module,
             quant=checkpoint.quant,
@@ -105,6 +129,7 @@ class Model:
                 "read": read.to_dict(),
                 "mode": why,
                 "quantized_linears": len(linears),
+                "kernels": asdict(choices),
             },
         )
 

@@ -187,7 +187,7 @@ def _validate_options(recipe: "Recipe", out: Path) -> "ValidateOptions":
         **asked,
         gsm8k=Gsm8kOptions(**gsm8k, answers=out / "answers") if gsm8k else None,
         runner=load["graphs"],
-        **{name: load[name] for name in ("device", "dtype", "compiler", "load_threads", "kv_tokens")},
+        **{name: value for name, value in load.items() if name not in ("mode", "graphs")},
     )
 
 

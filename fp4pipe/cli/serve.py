@@ -24,6 +24,15 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Compute type; auto: float32 on a CPU, else the checkpoint's.")] = "auto",
     graphs: Annotated[str, typer.Option(help="compiled, segmented or off.")] = "compiled",
     compiler: Annotated[str, typer.Option(help="Of compiled graphs: inductor or eager.")] = "inductor",
+    fp4_gemm_backend: Annotated[
+        str, typer.Option(help="Kernels of w4a4 products on Blackwell: auto, cutlass, cudnn, trtllm, cute-dsl ...")
+    ] = "auto",
+    prefill: Annotated[
+        str, typer.Option(help="bf16; or fp8: faster prompts on Hopper in w4a16, approximate.")
+    ] = "bf16",
+    lm_head: Annotated[
+        str, typer.Option(help="bf16: as the checkpoint has it; fp8 or nvfp4: quantized at load, approximate.")
+    ] = "bf16",
     load_threads: Annotated[int, typer.Option(min=1, help="Threads that read the weights.")] = 8,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences computed at the same time at most.")] = 64,
     chunk_tokens: Annotated[
@@ -52,6 +61,9 @@ def serve(
             "dtype": dtype,
             "graphs": graphs,
             "compiler": compiler,
+            "fp4_gemm_backend": fp4_gemm_backend,
+            "prefill": prefill,
+            "lm_head": lm_head,
             "load_threads": load_threads,
             "max_running": max_running,
             "chunk_tokens": chunk_tokens,

@@ -61,6 +61,15 @@ def validate(
     dtype: Annotated[str, typer.Option(help="Compute type; auto: float32 on a CPU, else the checkpoint's.")] = "auto",
     runner: Annotated[str, typer.Option(help="Graphs of the engines: compiled, segmented or off.")] = "compiled",
     compiler: Annotated[str, typer.Option(help="Of compiled graphs: inductor or eager.")] = "inductor",
+    fp4_gemm_backend: Annotated[
+        str, typer.Option(help="Kernels of w4a4 products on Blackwell: auto, cutlass, cudnn, trtllm, cute-dsl ...")
+    ] = "auto",
+    prefill: Annotated[
+        str, typer.Option(help="bf16; or fp8: faster prompts on Hopper in w4a16, approximate.")
+    ] = "bf16",
+    lm_head: Annotated[
+        str, typer.Option(help="bf16: as the checkpoint has it; fp8 or nvfp4: quantized at load, approximate.")
+    ] = "bf16",
     load_threads: Annotated[int, typer.Option(min=1, help="Threads that read the weights.")] = 8,
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens the KV cache holds; default: from free memory.")
@@ -108,6 +117,9 @@ def validate(
         dtype=dtype,
         runner=runner,
         compiler=compiler,
+        fp4_gemm_backend=fp4_gemm_backend,
+        prefill=prefill,
+        lm_head=lm_head,
         load_threads=load_threads,
         kv_tokens=kv_tokens,
         buckets=buckets,

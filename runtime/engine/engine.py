@@ -49,6 +49,9 @@ class Engine(EngineCore):
         page_size: int = 16,
         prefix_cache: bool = True,
         progress: bool = True,
+        fp4_gemm_backend: str = "auto",
+        prefill: str = "bf16",
+        lm_head: str = "bf16",
     ) -> "Engine":
         """Load a checkpoint and everything around it.
 
@@ -66,6 +69,9 @@ class Engine(EngineCore):
             page_size: Tokens in a page of the KV cache.
             prefix_cache: Reuse the keys and values of prompts that begin alike.
             progress: Show progress on stderr.
+            fp4_gemm_backend: Kernels of W4A4 products on Blackwell: see `KernelChoices`.
+            prefill: "bf16", or "fp8" for faster and approximate products of many tokens on Hopper.
+            lm_head: "bf16" for the checkpoint's own head; "fp8" or "nvfp4" to quantize it, approximately.
 
         Raises:
             CheckpointError: The checkpoint is damaged or incomplete.
@@ -79,7 +85,17 @@ class Engine(EngineCore):
         for name, value in (("max_running", max_running), ("chunk_tokens", chunk_tokens), ("page_size", page_size)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", fix="give at least 1")
-        model = Model.load(path, mode=mode, device=device, dtype=dtype, load_threads=load_threads, progress=progress)
+        model = Model.load(
+            path,
+            mode=mode,
+            device=device,
+            dtype=dtype,
+            load_threads=load_threads,
+            progress=progress,
+            fp4_gemm_backend=fp4_gemm_backend,
+            prefill=prefill,
+            lm_head=lm_head,
+        )
         generation, tokenizer = read_generation_config(Path(path)), load_tokenizer(Path(path))
         max_running = min(max_running, chunk_tokens)
         cache = new_cache(model, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running)

@@ -13,8 +13,9 @@ from fp4pipe.runtime.ops import PreparedWeight, fuse_rows
 _ATTENTION = "fp4pipe::paged_attention"
 _QUANTIZE = "fp4pipe::fp4_quantize"
 _PURE_METHODS = ("reshape", "view", "to", "float")
-# Operator: how many leading arguments are the activations; weight, scales, alpha, rows follow, and the bias is last.
-_GEMMS = {"fp4pipe::fp4_gemm": 2, "fp4pipe::fp4_gemm_w4a16": 1}
+# Operator: how many leading arguments are the activations; weight, scales, alpha follow, then as many more forms of the
+# weight with one row for each of its rows, the number of rows, options, and the bias last.
+_GEMMS = {"fp4pipe::fp4_gemm": (2, 0), "fp4pipe::fp4_gemm_w4a16": (1, 0), "fp4pipe::fp8_prefill_gemm": (1, 2)}
 
 
 def rewrite(traced: Traced) -> dict[str, int]:
@@ -122,6 +123,7 @@ class _Product(NamedTuple):
     activations: tuple[fx.Node, ...]
     weight_node: fx.Node
     weight: PreparedWeight
+    forms: tuple[Tensor, ...]
     options: tuple[Any, ...]
     bias: Tensor | None
 
@@ -131,11 +133,14 @@ class _Product(NamedTuple):
         schema = (target.default if isinstance(target, torch._ops.OpOverloadPacket) else target)._schema
         given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         arguments: tuple[Any, ...] = tuple(given.get(a.name, a.default_value) for a in schema.arguments)
-        count = _GEMMS[operator_name(node) or ""]
-        w, w_scales, alpha, rows, *options, bias = arguments[count:]
+        count, more = _GEMMS[operator_name(node) or ""]
+        w, w_scales, alpha, *rest = arguments[count:]
+        rows, *options, bias = rest[more:]
         weights = traced.weights
         shard = PreparedWeight(weights[w.name], weights[w_scales.name], weights[alpha.name], rows)
-        return cls(node, arguments[:count], w, shard, tuple(options), None if bias is None else weights[bias.name])
+        forms = tuple(weights[form.name] for form in rest[:more])
+        bias = None if bias is None else weights[bias.name]
+        return cls(node, arguments[:count], w, shard, forms, tuple(options), bias)
 
 
 def _fuse(traced: Traced, products: list[_Product]) -> int:
@@ -143,18 +148,20 @@ def _fuse(traced: Traced, products: list[_Product]) -> int:
     stacked = fuse_rows([product.weight for product in products])
     if stacked is None:
         return 0
-    node, activations, place, _, options, _ = products[0]
+    node, activations, place, _, _, options, _ = products[0]
     w = _stack_in_place([product.weight.w for product in products], stacked.w)
     w_scales = _stack_in_place([product.weight.w_scales for product in products], stacked.w_scales)
+    forms = [_stack_in_place(list(shards), _rows(shards)) for shards in zip(*(p.forms for p in products), strict=True)]
     biases = [product.bias for product in products if product.bias is not None]
 
     def placeholder(leaf: str, weight: Tensor) -> fx.Node:
         return _placeholder(traced, place, f"{place.name}_x{len(products)}_{leaf}", weight)
 
     weight = (placeholder("w", w), placeholder("w_scales", w_scales), placeholder("alpha", stacked.alpha))
+    others = tuple(placeholder(f"form{number}", form) for number, form in enumerate(forms))
     bias = placeholder("bias", torch.cat(biases)) if biases else None
     with traced.graph.inserting_before(node):
-        whole = _call(traced, node.target, (*activations, *weight, stacked.out_features, *options, bias))
+        whole = _call(traced, node.target, (*activations, *weight, *others, stacked.out_features, *options, bias))
         start = 0
         for product in products:
             columns = (slice(None), slice(start, start + product.weight.out_features))
@@ -163,6 +170,13 @@ def _fuse(traced: Traced, products: list[_Product]) -> int:
     for product in products:
         traced.graph.erase_node(product.node)
     return len(products) - 1
+
+
+def _rows(shards: tuple[Tensor, ...]) -> Tensor:
+    """`shards` one below the other; as bytes when they are e4m3, which PyTorch does not concatenate everywhere."""
+    if shards[0].dtype != torch.float8_e4m3fn:
+        return torch.cat(shards)
+    return torch.cat([shard.view(torch.uint8) for shard in shards]).view(torch.float8_e4m3fn)
 
 
 def _stack_in_place(shards: list[Tensor], stacked: Tensor) -> Tensor:

@@ -16,18 +16,23 @@ only when an operator first meets a CUDA tensor.
 """
 
 from fp4pipe.runtime.ops import gpu, reference, schema
-from fp4pipe.runtime.ops.backend import MODES, backend_for, resolve_mode
+from fp4pipe.runtime.ops.backend import MODES, backend_for, has_native_fp4, resolve_mode
+from fp4pipe.runtime.ops.choices import KernelChoices
 from fp4pipe.runtime.ops.forms import PreparedWeight, fuse_rows, prepare_weight
+from fp4pipe.runtime.ops.head import quantize_head
 from fp4pipe.runtime.ops.linear import NVFP4Linear
 
 __all__ = [
     "MODES",
+    "KernelChoices",
     "NVFP4Linear",
     "PreparedWeight",
     "backend_for",
     "fuse_rows",
     "gpu",
+    "has_native_fp4",
     "prepare_weight",
+    "quantize_head",
     "reference",
     "resolve_mode",
     "schema",

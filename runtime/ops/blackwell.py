@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 
 from fp4pipe.errors import UsageError
 from fp4pipe.nvfp4 import BLOCK, round_up, swizzle_scales
+from fp4pipe.runtime.ops.choices import GEMM_BACKENDS
 from fp4pipe.runtime.ops.schema import scale_shape
 
-GEMM_BACKENDS = ("auto", "cutlass", "cudnn", "trtllm", "cute-dsl", "cutedsl_low_latency", "b12x")
-"""Values of ``--fp4-gemm-backend``: `flashinfer.mm_fp4`'s own names."""
 _EPILOGUE_ROWS = 128
 _ROWS, _COLUMNS = 32, 64
 """Multiples that every backend takes for N and K: 16-byte rows of codes and of the output, whole K tiles."""

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.library import register_fake
 from torch.nn.functional import linear
 
-from fp4pipe.errors import Unavailable
 from fp4pipe.nvfp4 import E4M3_MAX
-from fp4pipe.runtime.ops.backend import capability
 from fp4pipe.runtime.ops.reference import dequantize_rows, fp4_gemm_w4a16
 from fp4pipe.runtime.ops.schema import LIBRARY
 
@@ -39,19 +37,6 @@ def _(
     bias: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_features))
-
-
-def require_fp8(device: torch.device | str) -> None:
-    """Check that `device` can multiply E4M3.
-
-    Raises:
-        Unavailable: A CUDA device older than SM89.
-    """
-    sm = capability(device)
-    if sm is not None and sm < (8, 9):
-        raise Unavailable(
-            "--prefill fp8 needs E4M3 matrix units", because=f"this GPU is SM{sm[0]}{sm[1]}", fix="--prefill exact"
-        )
 
 
 def fold_weight(w: Tensor, w_scales: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +68,30 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, largest / E4M3_MAX
 
 
+def multiply(x: Tensor, w8: Tensor, w8_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ (w8 * w8_scale).T + bias`` with `x` rounded to E4M3 a token.
+
+    cuBLAS's row-wise scaled product for bf16 on a GPU, float32 in plain PyTorch otherwise.
+
+    Args:
+        x: ``[M, K]``.
+        w8: e4m3 ``[N, K]``, or the same values as float32.
+        w8_scale: float32 ``[N]``.
+        bias: ``[N]`` or None.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from fp4pipe.runtime.ops import triton_kernels
+
+        x8, x_scale = triton_kernels.quantize_tokens(x)
+        scaled = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x8, w8.T, scale_a=x_scale, scale_b=w8_scale.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return scaled if bias is None else scaled + bias
+    x8, x_scale = quantize_tokens(x)
+    out = linear(x8.float(), w8.float()) * x_scale * w8_scale
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
 def reference_gemm(
     x: Tensor,
     w: Tensor,
@@ -96,9 +105,7 @@ def reference_gemm(
     """`fp8_prefill_gemm` in plain PyTorch."""
     if x.shape[0] < MIN_TOKENS:
         return fp4_gemm_w4a16(x, w, w_scales, alpha, out_features, bias)
-    x8, x_scale = quantize_tokens(x)
-    out = linear(x8.float(), w8.float()) * x_scale * w8_scale
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    return multiply(x, w8, w8_scale, bias)
 
 
 def cuda_gemm(
@@ -111,18 +118,10 @@ def cuda_gemm(
     out_features: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`fp8_prefill_gemm` on the GPU: exact for few tokens, else cuBLAS's row-wise scaled product."""
+    """`fp8_prefill_gemm` on the GPU: exact for few tokens, by the kernels a weight's form allows."""
     if x.shape[0] < MIN_TOKENS:
         return torch.ops.fp4pipe.fp4_gemm_w4a16(x, w, w_scales, alpha, out_features, bias)
-    if x.dtype != torch.bfloat16:
-        return reference_gemm(x, w, w_scales, alpha, w8, w8_scale, out_features, bias)
-    from fp4pipe.runtime.ops import triton_kernels
-
-    x8, x_scale = triton_kernels.quantize_tokens(x)
-    scaled = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        x8, w8.T, scale_a=x_scale, scale_b=w8_scale.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return scaled if bias is None else scaled + bias
+    return multiply(x, w8, w8_scale, bias)
 
 
 LIBRARY.impl("fp8_prefill_gemm", reference_gemm, "CompositeExplicitAutograd")

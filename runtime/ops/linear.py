@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from fp4pipe.errors import UsageError
 from fp4pipe.nvfp4 import BLOCK
+from fp4pipe.runtime.ops.choices import require_e4m3
 from fp4pipe.runtime.ops.forms import PreparedWeight, prepare_weight
-from fp4pipe.runtime.ops.fp8 import fold_weight, require_fp8
+from fp4pipe.runtime.ops.fp8 import fold_weight
 
 
 class NVFP4Linear(nn.Module):
@@ -128,8 +129,8 @@ class NVFP4Linear(nn.Module):
         """
         if fp8_prefill:
             if self.mode != "w4a16":
-                raise UsageError("--prefill fp8 is for unquantized activations", fix="--mode w4a16 or --prefill exact")
-            require_fp8(device)
+                raise UsageError("--prefill fp8 is for unquantized activations", fix="--mode w4a16 or --prefill bf16")
+            require_e4m3(device, "--prefill fp8")
             stored = self.weight.to(device), self.weight_scale.to(device), self.alpha.to(device)
             self.fp8_weight, self.fp8_scale = fold_weight(*stored)
         weight = prepare_weight(self.prepared(), device, self.mode)

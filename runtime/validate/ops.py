@@ -14,6 +14,7 @@ from fp4pipe.runtime.model import Model
 from fp4pipe.runtime.ops import fp8, prepare_weight
 from fp4pipe.runtime.ops.backend import capability
 from fp4pipe.runtime.validate import numerics
+from fp4pipe.runtime.validate.approximate import check_fp8_prefill
 from fp4pipe.runtime.validate.check import Check
 
 
@@ -37,7 +38,8 @@ def check_ops(
         seed: Of the random inputs.
 
     Returns:
-        ``ops.registration``, ``ops.values``, ``ops.batch`` and, given a quantized model, ``ops.layers``.
+        ``ops.registration``, ``ops.values``, ``ops.batch``, ``ops.fp8_prefill`` where the device has FP8 and,
+        given a quantized model, ``ops.layers``.
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(seed)
@@ -47,6 +49,8 @@ def check_ops(
         numerics.check_values(weights, device, rows, generator),
         numerics.check_batch(*weights[0], device, generator),
     ]
+    if _multiplies_fp8(device):
+        checks.append(check_fp8_prefill(weights, device, generator))
     if model is not None and checkpoint.linears:
         checks.append(numerics.check_layers(model, checkpoint, layers, generator))
     return checks
@@ -95,15 +99,19 @@ def _samples(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
     quantized = torch.ops.fp4pipe.fp4_quantize(x, scale, True)
     as_stored = [tensor.to(device) for tensor in stored[:3]]
     long = torch.randn(fp8.MIN_TOKENS, 64, generator=generator).to(device, x.dtype)
-    multiplies_fp8 = (capability(device) or (8, 9)) >= (8, 9)
     folded = (*as_stored, *fp8.fold_weight(*as_stored), stored.out_features)
     return {
         "fp4_quantize": [(x, scale), (x, scale, True)],
         "fp4_gemm": [(*quantized, *weight, x.dtype), (*quantized, *weight, x.dtype, bias)],
         "fp4_gemm_w4a16": [(x, *weight), (x, *weight, bias)],
-        "fp8_prefill_gemm": [(x, *folded), *([(long, *folded, bias)] if multiplies_fp8 else [])],
+        "fp8_prefill_gemm": [(x, *folded), *([(long, *folded, bias)] if _multiplies_fp8(device) else [])],
         "paged_attention": [(q, k, k.clone(), torch.empty_like(q), 0, 0.25, window) for window in (0, 3)],
     }
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """In hardware, or on a CPU in float32."""
+    return (capability(device) or (8, 9)) >= (8, 9)
 
 
 def _one_sequence(tokens: int, device: torch.device) -> Step:

@@ -51,6 +51,10 @@ class ValidateOptions:
     runner: str = "compiled"
     """Graphs of the engines: ``compiled``, ``segmented`` or ``off``."""
     compiler: str = "inductor"
+    fp4_gemm_backend: str = "auto"
+    prefill: str = "bf16"
+    lm_head: str = "bf16"
+    """Kernels the engines of the checkpoint run: see `KernelChoices`."""
     load_threads: int = 8
     kv_tokens: int | None = None
     """Tokens each engine's KV cache holds; None for what the sequences that run at a time need."""

@@ -35,6 +35,10 @@ UNQUANTIZED = "unquantized"
 """Stands where the mode would when the model validated has no NVFP4 layer."""
 
 
+_AS_STORED = {"fp4_gemm_backend": "auto", "prefill": "bf16", "lm_head": "bf16"}
+"""Kernels of the baseline: the exact ones, whatever the checkpoint is run with."""
+
+
 class Reference(Protocol):
     """An independent implementation of the checkpoint, such as ModelOpt's fake-quantized model."""
 
@@ -103,6 +107,9 @@ def load_engine(path: str | Path, mode: str, options: ValidateOptions) -> Engine
         dtype=options.dtype,
         graphs=options.runner,
         compiler=options.compiler,
+        fp4_gemm_backend=options.fp4_gemm_backend,
+        prefill=options.prefill,
+        lm_head=options.lm_head,
         load_threads=options.load_threads,
         max_running=running,
         kv_tokens=options.kv_tokens or running * KV_TOKENS_PER_SEQUENCE,
@@ -131,7 +138,7 @@ class _Run:
         needs_baseline = options.perplexity_tokens or options.agreement_tokens or options.gsm8k
         if report.baseline is not None and needs_baseline:
             # Tracing and compiling pay only when it generates: the forward passes over a text are few and long.
-            plain = options if options.gsm8k else replace(options, runner="off")
+            plain = replace(options, runner=options.runner if options.gsm8k else "off", **_AS_STORED)
             with self._timed("load baseline"):
                 self.baseline = load_engine(report.baseline, "auto", plain)
         first = next(iter(self.engines.values()))
@@ -170,7 +177,8 @@ class _Run:
         """What to hold against the reference: for quantized activations, one whose sums and scales are float64."""
         if mode != "w4a4":
             return engine
-        options = replace(self.options, device="cpu", dtype="float64", runner="off", kv_tokens=self.options.window + 16)
+        on_cpu = replace(self.options, device="cpu", dtype="float64", runner="off", fp4_gemm_backend="auto")
+        options = replace(on_cpu, kv_tokens=self.options.window + 16)
         exact = load_engine(self.checkpoint.path, mode, options)
         for name, layer in loaded_layers(exact.model, self.checkpoint):
             scale = self.checkpoint.input_scale(name)
@@ -225,7 +233,7 @@ class _Run:
             engine,
             prompts,
             params,
-            model_id=f"{_fingerprint(path)} {mode} {engine.model.dtype} {engine.model.device.type}",
+            model_id=f"{_fingerprint(path)} {mode} {engine.model.dtype} {engine.model.device.type}{_kernels(engine)}",
             in_flight=asked.in_flight,
             store=None if asked.answers is None else Path(asked.answers) / f"gsm8k-{mode}.jsonl",
             desc=f"gsm8k {mode}",
@@ -244,6 +252,12 @@ class _Run:
         seconds = self.report.seconds
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
         gc.collect()
+
+
+def _kernels(engine: Engine) -> str:
+    """Approximate kernels `engine` runs, which answers depend on."""
+    kernels = engine.model.load_report["kernels"]
+    return "".join(f" {name}={kernels[name]}" for name in ("prefill", "lm_head") if kernels[name] != "bf16")
 
 
 def _gsm8k_check(mode: str, outcomes: dict[str, list[Outcome]], asked: Gsm8kOptions) -> Check:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from fp4pipe import nvfp4
 from fp4pipe.runtime.graph.rewrite import drop_casts, drop_dead, fuse_siblings, operator_name, share_equal
 from fp4pipe.runtime.graph.trace import Traced
-from fp4pipe.runtime.ops import PreparedWeight, prepare_weight
+from fp4pipe.runtime.ops import PreparedWeight, fp8, prepare_weight
 
 K = 32
 
@@ -131,6 +131,26 @@ def test_siblings_become_one_product(form: str, bias: bool):
     assert torch.equal(torch.cat(shards), fused)
     alpha = next(weight for name, weight in graph.traced.weights.items() if name.endswith("_x3_alpha"))
     assert alpha.tolist() == [graph.values[f"w{n}_2"].item() for n, count in enumerate(rows) for _ in range(count)]
+
+
+@pytest.mark.parametrize("tokens", [5, fp8.MIN_TOKENS])
+def test_fp8_siblings_become_one_product(tokens: int):
+    graph = Written()
+    gemm = torch.ops.fp4pipe.fp8_prefill_gemm.default
+    products, folded = [], []
+    x = graph.weight("rows", torch.randn(tokens, K))
+    for number, count in enumerate((16, 48)):
+        w, scales, alpha, _ = graph.quantized(f"w{number}", count, "stored")
+        forms = fp8.fold_weight(*(graph.values[node.name] for node in (w, scales, alpha)))
+        folded.append(forms)
+        nodes = [graph.weight(f"w{number}_f{i}", form) for i, form in enumerate(forms)]
+        products.append(graph.call(gemm, x, w, scales, alpha, *nodes, count))
+    graph.output(*products)
+    before = graph.run()
+    assert fuse_siblings(graph.traced) == 1
+    assert graph.count("fp4pipe::fp8_prefill_gemm") == 1
+    torch.testing.assert_close(graph.run(), before, atol=1e-5, rtol=1e-5)
+    assert len({forms[0].untyped_storage().data_ptr() for forms in folded}) == 1
 
 
 def test_fusing_again_reuses_the_stack():

@@ -7,6 +7,7 @@ from fp4pipe import nvfp4
 from fp4pipe.errors import Unavailable, UsageError
 from fp4pipe.runtime import ops
 from fp4pipe.runtime.ops import fp8
+from fp4pipe.runtime.ops.choices import require_e4m3
 
 N, K = 64, 256
 
@@ -52,7 +53,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.NVFP4Linear(K, N, False, "w4a4").prepare("cpu", fp8_prefill=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(Unavailable, match="SM80"):
-        fp8.require_fp8("cuda")
+        require_e4m3("cuda", "--prefill fp8")
 
 
 def test_opcheck(weight: ops.PreparedWeight) -> None:
