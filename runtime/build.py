@@ -37,13 +37,16 @@ def read_config(path: Path) -> PretrainedConfig:
         raise CheckpointError(f"{path} has no config.json", fix="the directory of a Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers raises whatever a wrong field leads to
         raise CheckpointError(
             f"{path / 'config.json'} is not a configuration transformers knows", because=first_line(error)
         ) from error
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
     _refuse_unsupported(config)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and not (isinstance(context, int) and context > 0):
+        raise CheckpointError(f"{path / 'config.json'}: max_position_embeddings is {context!r}, no positive number")
     return config
 
 
@@ -82,12 +85,19 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
     Raises:
         Unavailable: The model does not take an attention function of another's.
+        CheckpointError: The configuration describes no model that can be built.
     """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     except ValueError as error:
         raise _unavailable(config, first_line(error)) from error
+    except Exception as error:  # whatever a wrong field leads to
+        raise CheckpointError(
+            f"the {config.model_type} model of config.json cannot be built",
+            because=f"{type(error).__name__}: {first_line(error)}",
+            fix="the config.json that belongs to the weights",
+        ) from error
     model.eval().requires_grad_(False)
     if not model.is_backend_compatible():
         raise _unavailable(config, "its attention does not go through transformers' attention interface")

@@ -7,6 +7,7 @@ import typer
 
 from fp4pipe import console
 from fp4pipe.cli.outcome import Outcome
+from fp4pipe.errors import CheckpointError
 
 _KEYED_BY_NAME = ("by_dtype", "modules")
 """Parts of the summary whose keys are names found in the checkpoint."""
@@ -20,6 +21,8 @@ def inspect(
     from fp4pipe.checkpoint import survey
     from fp4pipe.lint import lint, summary
 
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such directory", fix="the path of a checkpoint directory")
     opened, _ = survey(checkpoint)
     findings = lint(checkpoint, scan_values=values)
     document = {
@@ -32,13 +35,19 @@ def inspect(
     }
     errors = [f for f in findings if f.rule.severity == "error"]
     document["ok"] = not errors
-    return Outcome(document, _text(document), tuple(f"{f.where}: {f.detail}" for f in errors))
+    return Outcome(document, _text(document), tuple(_sentence(f.where, f.detail) for f in errors))
+
+
+def _sentence(where: str, detail: str) -> str:
+    """Where and what, the place once: the details of damaged files begin with their paths."""
+    return detail if where in detail.partition(": ")[0] else f"{where}: {detail}"
 
 
 def _text(document: dict[str, Any]) -> str:
     lines = [str(document["checkpoint"]), *_summary_lines(document["summary"] or {})]
     for finding in document["findings"]:
-        lines.append(f"{finding['severity']}: {finding['where']}: {finding['detail']} [{finding['rule']}]")
+        sentence = _sentence(finding["where"], finding["detail"])
+        lines.append(f"{finding['severity']}: {sentence} [{finding['rule']}]")
         if finding["fix"]:
             lines.append(f"  try: {finding['fix']}")
     lines.append("ok" if document["ok"] else "not ok")

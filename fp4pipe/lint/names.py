@@ -69,7 +69,7 @@ def exclusion_unused(checkpoint: Checkpoint) -> Iterator[Hit]:
         return
     kept = {name.rpartition(".")[0] for name in checkpoint.tensors} - checkpoint.linears.keys()
     spellings = {name for module in kept for name in (module, fused_of(module), *shards_of(module)) if name}
-    if _setting(checkpoint, "tie_word_embeddings"):
+    if setting(checkpoint, "tie_word_embeddings"):
         spellings.add("lm_head")  # exporters list the head whether or not it is stored
     for pattern in checkpoint.quant.ignore:
         if not any(map(compiled((pattern,)).match, spellings)):
@@ -119,7 +119,7 @@ def pre_quant_scale_unstated(checkpoint: Checkpoint) -> Iterator[Hit]:
     fix='set "tie_word_embeddings": false in config.json',
 )
 def head_tied(checkpoint: Checkpoint) -> Iterator[Hit]:
-    if not _setting(checkpoint, "tie_word_embeddings"):
+    if not setting(checkpoint, "tie_word_embeddings"):
         return
     for name, info in checkpoint.tensors.items():
         if not name.endswith("lm_head.weight") and not name.endswith("lm_head.weight_packed"):
@@ -141,7 +141,7 @@ def head_missing(checkpoint: Checkpoint) -> Iterator[Hit]:
     causal = "CausalLM" in str(checkpoint.config.get("architectures"))
     heads = ("lm_head", "embed_out", "output", "output_layer")
     named = any(part in heads for name in checkpoint.tensors for part in name.split("."))
-    if causal and _setting(checkpoint, "tie_word_embeddings") is False and not named:
+    if causal and setting(checkpoint, "tie_word_embeddings") is False and not named:
         yield "lm_head.weight", "no head among the tensors, and tie_word_embeddings is false"
 
 
@@ -172,7 +172,7 @@ def columns_not_quantizable(checkpoint: Checkpoint) -> Iterator[Hit]:
             yield module, f"is {info.shape[0]} x {info.shape[1]} in {info.dtype}"
 
 
-def _setting(checkpoint: Checkpoint, key: str) -> object:
+def setting(checkpoint: Checkpoint, key: str) -> object:
     """A model setting, also where a composite model keeps it."""
     text = checkpoint.config.get("text_config")
     return checkpoint.config.get(key, text.get(key) if isinstance(text, dict) else None)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fp4pipe.checkpoint import survey
-from fp4pipe.lint import companions, names, scales, structure  # noqa: F401 (importing them declares their rules)
+from fp4pipe.lint import companions, names, scales, sizes, structure  # noqa: F401 (importing them declares their rules)
 from fp4pipe.lint.rules import CHECKS, RULES, VALUE_CHECKS, Finding
 from fp4pipe.lint.values import read_values
 

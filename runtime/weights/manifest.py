@@ -109,13 +109,15 @@ class Manifest:
                 problems.append(f"{info.file}: tensor {name} at offset {info.start} is left over: nothing uses it")
         if problems:
             more = f" (and {len(problems) - 1} more such)" if problems[1:] else ""
-            raise CheckpointError(problems[0] + more)
+            raise CheckpointError(
+                problems[0] + more, fix="a config.json and weights that belong together: copy or export them again"
+            )
         return [tensors[name] for name in self.expected]
 
 
 def _mismatch(name: str, want: Expected, info: TensorInfo | None) -> str | None:
     if info is None:
-        return f"tensor {name} is missing: {want.consumer} needs it"
+        return f"tensor {name} is missing" + (f": {want.consumer} needs it" if want.consumer != name else "")
     where = f"{info.file}: tensor {name} at offset {info.start}"
     if info.dtype not in want.dtypes:
         return f"{where} is {info.dtype}, {want.consumer} needs {' or '.join(want.dtypes)}"

@@ -84,8 +84,8 @@ def test_usage_errors_exit_2_and_say_what_to_do(cli, words, what, fix):
 def test_what_is_not_there(cli, tmp_path):
     for words in (("inspect", tmp_path / "no"), ("serve", tmp_path / "no"), ("validate", tmp_path / "no")):
         result = cli(*words, "--json")
-        assert result.code != 0
-        assert str(tmp_path / "no") in result.stderr
+        assert result.code == 1
+        assert result.stderr.startswith(f"error: {tmp_path / 'no'}")
         json.loads(result.stdout)
     result = cli("quantize", tmp_path / "no", "--dry-run")
     assert result.code == 1
@@ -185,6 +185,14 @@ def test_recipes_copy_keeps_comments_and_never_overwrites(cli, tmp_path, monkeyp
 
 
 # -- inspect
+
+
+def test_inspect_names_a_damaged_file_once(cli, tmp_path):
+    (tmp_path / "made").mkdir()
+    result = cli("inspect", tmp_path / "made")
+    assert result.code == 3
+    assert result.stderr.count("config.json") == 1
+    assert result.stdout.count("config.json") == 1
 
 
 def test_inspect_keeps_the_names_found_in_the_files(cli, tmp_path):

@@ -53,6 +53,25 @@ def test_refused(model_type: str, tmp_path: Path):
     assert "Llama, Qwen2, Qwen3" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"hidden_act": "zork"},
+        {"hidden_size": "big"},
+        {"hidden_size": -32},
+        {"num_attention_heads": 0},
+        {"max_position_embeddings": 0},
+        {"rope_parameters": {"rope_type": "banana"}},
+    ],
+    ids=str,
+)
+def test_wrong_fields(field: dict[str, Any], tmp_path: Path):
+    path = directory(tmp_path / "m", "llama", {}) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | field))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Model.load(path.parent, progress=False)
+
+
 def test_no_configuration(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         Model.load(tmp_path)
