@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from fp4pipe import console
+from fp4pipe.errors import UsageError
 from fp4pipe.runtime.graph.buckets import bucket_of
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.validate.check import Check
 from fp4pipe.runtime.validate.stepping import Error, Noise, measure_noise, run, run_poisoned
 from fp4pipe.runtime.validate.traffic import Traffic
+
+_NOISE_TOKENS = 128
+"""Tokens of the steps that rounding noise is measured on, at most: it does not grow with their number."""
 
 
 def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -> list[Check]:
@@ -32,15 +36,23 @@ def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -
     Returns:
         ``graphs.capture``, ``graphs.eager``, ``graphs.buckets``, ``graphs.padding``, ``graphs.order``, ``graphs.batch``
         and ``graphs.recompiles``.
+
+    Raises:
+        UsageError: The cache is too small for a step of any bucket beside the sequences that decode.
     """
     frames = runner.stats["recompiles"]
     traffic = Traffic(runner.model, runner.cache, seed)
     plain = Runner(runner.model, runner.cache, graphs="off", max_tokens=runner.max_tokens)
     chosen = _spread(_reachable(runner, traffic), buckets)
-    noise = measure_noise(plain, [traffic.mixed(_fewest(b, runner.buckets)) for b in _spread(chosen, 3)], seed)
+    if not chosen:
+        raise UsageError(
+            f"a KV cache of {runner.cache.num_tokens} tokens is too small to check graphs in", fix="--kv-tokens 2048"
+        )
+    sizes = [min(_fewest(bucket, runner.buckets), _NOISE_TOKENS) for bucket in _spread(chosen, 3)]
+    noise = measure_noise(plain, [traffic.mixed(size) for size in sizes], seed)
     checks = [check_capture(runner), check_eager(plain, traffic, noise)]
     checks += check_buckets(runner, plain, traffic, chosen, noise)
-    checks.append(check_order(runner, traffic, _spread(chosen, 5), seed))
+    checks.append(check_order(runner, traffic, _spread(chosen, 3), seed))
     checks.append(check_batch(runner, traffic, noise))
     recompiles = runner.stats["recompiles"] - frames
     checks.append(
@@ -160,14 +172,15 @@ def check_buckets(runner: Runner, plain: Runner, traffic: Traffic, buckets: Sequ
 def check_order(runner: Runner, traffic: Traffic, buckets: Sequence[int], seed: int) -> Check:
     """Buckets from large to small, back to large, then shuffled, memory churned between: the same bits every time."""
     batches = {bucket: traffic.mixed(_fewest(bucket, runner.buckets)) for bucket in buckets}
-    first = {bucket: run(runner, batch) for bucket, batch in batches.items()}
     falling = sorted(batches, reverse=True)
     shuffled = random.Random(seed).sample(falling, len(falling))
+    first: dict[int, Tensor] = {}
     changed: set[int] = set()
     churn = _Churn(runner.model.device, seed)
     for bucket in [*falling, *reversed(falling), *shuffled]:
         churn()
-        if not torch.equal(run(runner, batches[bucket]), first[bucket]):
+        hidden = run(runner, batches[bucket])
+        if not torch.equal(hidden, first.setdefault(bucket, hidden)) or hidden.isnan().any():
             changed.add(bucket)
     summary = f"buckets {falling} down, up and shuffled with memory churned between: "
     summary += f"results changed in buckets {sorted(changed)}" if changed else "the same bits every time"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp4pipe.errors import UsageError
 from fp4pipe.runtime.batch import Batch
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.model import Model
@@ -191,3 +192,16 @@ def test_wrong_attention_is_caught(model: Model, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(attention_plan.Group, "run", wrong_scale)
     assert "eager" in failed(check_graphs(make_runner(model), buckets=2))
+
+
+def test_a_cache_without_room_is_refused(model: Model) -> None:
+    runner = Runner(model, model.new_cache(2, 16), graphs="off", max_tokens=64)
+    with pytest.raises(UsageError, match="KV cache of 32 tokens is too small"):
+        check_graphs(runner)
+
+
+def test_a_cache_with_little_room_bounds_the_buckets(model: Model) -> None:
+    runner = Runner(model, model.new_cache(12, 16), graphs="segmented", max_tokens=128)
+    checks = by_name(check_graphs(runner))
+    assert failed(list(checks.values())) == set()
+    assert 0 < checks["buckets"].figures["buckets"] < len(runner.buckets)  # type: ignore[operator]
