@@ -1,6 +1,8 @@
 """One callable a distinct piece: by Inductor, whose results are kept on disk by content, or plain PyTorch."""
 
+import fcntl
 import os
+import struct
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,38 @@ def _missing() -> str | None:
     return None if Path(include, "Python.h").is_file() else f"no Python.h in {include} (python3-dev)"
 
 
+def drop_unfinished(directory: Path) -> list[Path]:
+    """Delete the libraries below `directory` that a killed compilation left unfinished, and return them.
+
+    The linker writes in place and Inductor takes any file that is there for whole: one left empty would fail every
+    later run, or, being the test for vector instructions, leave it without them. One that is being written now stays.
+    """
+    dropped = []
+    for path in sorted(directory.rglob("*.so")):
+        lock = directory / "locks" / f"{path.name.partition('.')[0]}.lock"
+        try:
+            if not _is_whole(path):
+                lock.parent.mkdir(exist_ok=True)
+                with lock.open("a") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Inductor's own, held while it builds
+                    if not _is_whole(path):
+                        path.unlink()
+                        dropped.append(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+    return dropped
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file reaches the end of its section table, which is written last."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    (offset,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
+    return offset > 0 and offset + size * count <= path.stat().st_size
+
+
 class Compiler:
     """Compiles pieces, each canonical form once.
 
@@ -63,6 +97,8 @@ class Compiler:
         self.kind = kind
         self.directory = directory or cache_directory()
         self.from_disk = 0
+        if kind == "inductor":
+            drop_unfinished(self.directory)
         self._fake_mode = fake_mode
         self._done: dict[str, Compiled] = {}
 
