@@ -8,7 +8,7 @@ from torch import nn
 
 from fp4pipe.convert.quiet import quiet
 from fp4pipe.convert.source import FLOATING, Source
-from fp4pipe.errors import Fp4pipeError, SourceError, Unavailable, UsageError, first_line
+from fp4pipe.errors import Fp4pipeError, SourceError, first_line
 
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel")
 """How the names of causal language models' classes end."""
@@ -128,26 +128,6 @@ def compute_dtype(source: Source, device: torch.device) -> torch.dtype:
         return dtype
     has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return dtype if dtype == torch.bfloat16 and has_bf16 else torch.float32
-
-
-def pick_device(name: str) -> torch.device:
-    """The device called `name`: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        UsageError: There is no such kind of device.
-        Unavailable: CUDA was asked for and is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device {name!r} is unknown", fix="auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Unavailable(f"device {name} was asked for, but PyTorch sees no such GPU", fix="--device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not supported", fix="auto, cpu, cuda or cuda:N")
-    return device
 
 
 def _count(config: Any, name: str) -> int:

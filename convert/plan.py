@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from fp4pipe.convert.decisions import PlanRow, decide, enabled, kv_cache_of, owners, problems_of, unmatched
-from fp4pipe.convert.model import build_empty, compute_dtype, pick_device
+from fp4pipe.convert.model import build_empty, compute_dtype
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.quiet import quiet
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source
+from fp4pipe.device import pick_device
 from fp4pipe.exclusions import FUSED
 
 __all__ = ["Plan", "PlanRow", "make_plan"]

@@ -16,13 +16,14 @@ from fp4pipe.convert.calibrate import calibrate, check_finite
 from fp4pipe.convert.card import model_card
 from fp4pipe.convert.export import export
 from fp4pipe.convert.mend import write_json
-from fp4pipe.convert.model import load, pick_device
+from fp4pipe.convert.model import load
 from fp4pipe.convert.options import QuantizeOptions
 from fp4pipe.convert.plan import Plan, make_plan
 from fp4pipe.convert.provenance import provenance
 from fp4pipe.convert.scheme import resolve_scheme
 from fp4pipe.convert.source import Source, resolve_source
 from fp4pipe.convert.staging import check_keeps, check_output, staged
+from fp4pipe.device import pick_device
 from fp4pipe.errors import CheckpointError, SourceError, UsageError, first_line
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fp4pipe.checkpoint import Checkpoint
+from fp4pipe.device import pick_device
 from fp4pipe.errors import UsageError
 from fp4pipe.quant_config import QuantConfig
 from fp4pipe.runtime import build
@@ -89,7 +90,7 @@ class Model:
             UsageError: A value that is unknown or does not go with the others.
         """
         started = time.perf_counter()
-        path, device = Path(path), torch.device(device)
+        path, device = Path(path), pick_device(str(device))
         config = build.read_config(path)
         checkpoint = Checkpoint.open(path)
         refuse_unsupported(checkpoint)

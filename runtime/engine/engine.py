@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4pipe import console
+from fp4pipe.device import pick_device
 from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine.core import EngineCore
 from fp4pipe.runtime.engine.generation_config import eos_ids, read_generation_config, sampling_defaults
@@ -17,6 +18,7 @@ from fp4pipe.runtime.engine.pages import Pages
 from fp4pipe.runtime.engine.params import SamplingParams
 from fp4pipe.runtime.engine.request import Collector, Completion, Request
 from fp4pipe.runtime.engine.text import load_tokenizer
+from fp4pipe.runtime.engine.warm import warm
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.model import Model
 
@@ -78,17 +80,16 @@ class Engine(EngineCore):
             Unavailable: The model or the mode cannot run here.
             UsageError: An argument is out of range.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        place = pick_device(device)
         if chunk_tokens is None:
-            chunk_tokens = 512 if device == "cpu" else 8192
+            chunk_tokens = 512 if place.type == "cpu" else 8192
         for name, value in (("max_running", max_running), ("chunk_tokens", chunk_tokens), ("page_size", page_size)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", fix="give at least 1")
         model = Model.load(
             path,
             mode=mode,
-            device=device,
+            device=place,
             dtype=dtype,
             load_threads=load_threads,
             progress=progress,
@@ -100,6 +101,8 @@ class Engine(EngineCore):
         max_running = min(max_running, chunk_tokens)
         cache = new_cache(model, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running)
         runner = Runner(model, cache, graphs=graphs, compiler=compiler, max_tokens=chunk_tokens)
+        if model.device.type == "cuda":
+            warm(runner, page_size)
         return cls(
             model,
             runner,

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4pipe.errors import UsageError
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -27,3 +29,7 @@ class ServeSettings:
     """Time that /health answers 503 after the engine has failed, before the server ends."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Engine.load`."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("the API key is empty, which anybody could send", fix="a key, or no --api-key at all")

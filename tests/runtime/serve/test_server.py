@@ -141,6 +141,12 @@ def test_the_key_is_asked_for(load) -> None:
     assert "sesame" not in repr(ServeSettings(api_key="sesame"))
 
 
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_is_no_key(key: str):
+    with pytest.raises(UsageError, match="the API key is empty"):
+        ServeSettings(api_key=key)
+
+
 def test_metrics_and_flush(load) -> None:
     engine = load()
     with running_server(engine, ServeSettings(port=0)) as url:
