@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
     """What the figures depend on: device, driver, versions, and the ceilings measured here."""
     import torch
 
-    from fp4pipe.runtime.bench.gemm import replay_us
+    from fp4pipe.runtime.ops.timing import replay_us
 
     query = [
         "nvidia-smi",
@@ -65,8 +65,9 @@ def tune(tokens: tuple[int, ...]) -> dict[str, Any]:
     """The fastest cut of every shape, measured, into `plans_sm90.json`: what `gemm` then runs."""
     import torch
 
-    from fp4pipe.runtime.bench.gemm import SHAPES, Shape, replay_us
+    from fp4pipe.runtime.bench.gemm import SHAPES, Shape
     from fp4pipe.runtime.ops import hopper, plans
+    from fp4pipe.runtime.ops.timing import replay_us
 
     best, tried = {}, []
     for name, (n, k) in SHAPES.items():
@@ -108,8 +109,8 @@ def quantize() -> dict[str, Any]:
     """Speed of the activation quantizer against a copy that moves as many bytes."""
     import torch
 
-    from fp4pipe.runtime.bench.gemm import replay_us
     from fp4pipe.runtime.ops import triton_kernels
+    from fp4pipe.runtime.ops.timing import replay_us
 
     rows = []
     for m, k in ((256, 4096), (2048, 4096), (8192, 4096), (8192, 14336)):

@@ -4,9 +4,8 @@ A graph holds one call a weight copy, with enough copies that none is still in L
 time is the median replay over the number of calls.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,44 +18,17 @@ from fp4pipe.errors import Unavailable
 from fp4pipe.nvfp4 import dequantize_blocks, quantize_weight
 from fp4pipe.runtime.ops import PreparedWeight, prepare_weight
 from fp4pipe.runtime.ops.fp8 import MIN_TOKENS, fold_weight
+from fp4pipe.runtime.ops.timing import replay_us
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Rows and columns of Llama-3.1-8B's linear layers, fused as the runtime fuses them."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROTATE_BYTES = 256 << 20
 MODES = ("w4a16", "w4a4_emulated", "fp8_prefill")
-_WARM_MS = 10.0
 READ_BANDWIDTH = 4.46e12
 """Bytes a second an H200 reads, measured; floors of other devices are relative to this one."""
 BF16_FLOPS = 780e12
 """Dense bf16 rate of an H200, measured."""
-
-
-def replay_us(calls: Sequence[Callable[[], object]], replays: int = 12) -> float:
-    """Microseconds one of `calls` takes when all are replayed in order from one CUDA graph: median over replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times, warm = [], 0.0
-    while warm < _WARM_MS or len(times) < replays:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        elapsed = start.elapsed_time(end)
-        if warm < _WARM_MS:  # an idle GPU clocks down, and takes milliseconds of work to come back
-            warm += elapsed
-        else:
-            times.append(elapsed * 1000 / len(calls))
-    return statistics.median(times)
 
 
 def floor_us(tokens: int, rows: int, columns: int) -> float:

@@ -18,6 +18,7 @@ from fp4pipe.runtime.engine.pages import Pages
 from fp4pipe.runtime.engine.params import SamplingParams
 from fp4pipe.runtime.engine.request import Collector, Completion, Request
 from fp4pipe.runtime.engine.text import load_tokenizer
+from fp4pipe.runtime.engine.warm import warm
 from fp4pipe.runtime.graph.runner import Runner
 from fp4pipe.runtime.model import Model
 
@@ -100,6 +101,8 @@ class Engine(EngineCore):
         max_running = min(max_running, chunk_tokens)
         cache = new_cache(model, kv_tokens=kv_tokens, page_size=page_size, max_running=max_running)
         runner = Runner(model, cache, graphs=graphs, compiler=compiler, max_tokens=chunk_tokens)
+        if model.device.type == "cuda":
+            warm(runner, page_size)
         return cls(
             model,
             runner,

@@ -47,7 +47,7 @@ def prepare_weight(weight: PreparedWeight, device: torch.device | str, mode: str
 @cache
 def hopper_kernels(device: torch.device) -> bool:
     """Whether the SM90 kernels can be built here; builds them and makes their workspace. Warns once if not."""
-    from fp4pipe.runtime.ops import build, hopper
+    from fp4pipe.runtime.ops import build, hopper, tuning
 
     try:
         build.load_library()
@@ -55,6 +55,7 @@ def hopper_kernels(device: torch.device) -> bool:
         warnings.warn(str(error), stacklevel=2)
         return False
     hopper.workspace(device)
+    tuning.load_plans(device)
     return True
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fp4pipe.runtime.ops import plans
+from fp4pipe.runtime.ops import plans, tuning
 from fp4pipe.runtime.ops.build import load_library
 
 
@@ -45,6 +45,12 @@ def gemm(
         return out
     count = processors(x.device)
     if plan is None:
+        if tuning.wanted(tokens, out_features, columns):
+
+            def run(copy: Tensor, tried: plans.Plan) -> Tensor:
+                return gemm(x, copy, alpha, out_features, bias, tried)
+
+            tuning.tune(w, run, tokens, out_features, columns, count)
         plan = plans.plan_for(tokens, out_features, columns, count)
     pointers = [w.data_ptr(), x.data_ptr(), alpha.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()]
     shape = (tokens, out_features, columns, 0 if alpha.numel() == 1 else 1)

@@ -5,6 +5,7 @@ All sizes are counted in units of 16 rows x 64 columns (576 bytes) and groups of
 
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -108,9 +109,32 @@ def candidates(tokens: int, rows: int, columns: int, processors: int) -> list[Pl
 
 @cache
 def _table() -> dict[str, Plan]:
+    return _read(json.loads(_TABLE.read_text()) if _TABLE.exists() else {})
+
+
+_LEARNT: dict[str, Plan] = {}
+"""Plans measured on this machine, for shapes that the table lacks."""
+
+
+def _read(stored: Mapping[str, Sequence[str | int]]) -> dict[str, Plan]:
     kinds: dict[str, type[Plan]] = {"decode": DecodePlan, "prefill": PrefillPlan}
-    stored = json.loads(_TABLE.read_text()) if _TABLE.exists() else {}
-    return {shape: kinds[kind](*cut) for shape, (kind, *cut) in stored.items()}
+    return {shape: kinds[str(kind)](*map(int, cut)) for shape, (kind, *cut) in stored.items()}
+
+
+def learn(stored: Mapping[str, Sequence[str | int]]) -> None:
+    """Use these plans, as `entry` writes them, for the shapes that `key` names.
+
+    Raises:
+        KeyError, TypeError, ValueError: An entry is no plan.
+    """
+    _LEARNT.update(_read(stored))
+    plan_for.cache_clear()
+
+
+def known(tokens: int, rows: int, columns: int) -> bool:
+    """Whether a plan was measured for this shape."""
+    shape = key(tokens, rows, columns)
+    return shape in _table() or shape in _LEARNT
 
 
 def key(tokens: int, rows: int, columns: int) -> str:
@@ -127,5 +151,6 @@ def entry(plan: Plan) -> list[str | int]:
 def plan_for(tokens: int, rows: int, columns: int, processors: int) -> Plan:
     """The cut to run: the measured one where the table has it and it still fits, else the best estimate."""
     possible = candidates(tokens, rows, columns, processors)
-    measured = _table().get(key(tokens, rows, columns), possible[0])
-    return measured if measured in possible else possible[0]
+    shape = key(tokens, rows, columns)
+    measured = _table().get(shape) or _LEARNT.get(shape)
+    return measured if measured is not None and measured in possible else possible[0]

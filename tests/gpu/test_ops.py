@@ -1,5 +1,8 @@
 """The operators on a GPU: against float64 and the CPU reference, at awkward shapes, repeated, in poisoned memory."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -181,3 +184,37 @@ def test_fp8_prefill(tokens: int, bias: bool) -> None:
     exact = x.double() @ values.T * stored.alpha.double()
     exact = exact if shift is None else exact + shift.double()
     assert 5e-3 < float((out.double() - exact).norm() / exact.norm()) < 0.05
+
+
+def test_an_unknown_shape_is_tuned_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from fp4pipe.runtime.ops import build, plans, tuning
+
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("SM90 kernels")
+    quantized, values = make(1000, 1040)
+    stored = ops.PreparedWeight(quantized.codes, quantized.block_scale, quantized.global_scale.reshape(1), 1000)
+    weight = ops.prepare_weight(stored, "cuda")
+    monkeypatch.setattr(plans, "_LEARNT", {})
+    monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(build, "compile_library", lambda: Path("kernels.so"))
+    with tuning.tuning(device):
+        for tokens in (3, 40):
+            x = torch.randn(tokens, 1040, device="cuda", dtype=torch.bfloat16)
+            check(torch.ops.fp4pipe.fp4_gemm_w4a16(x, *weight), x, values, weight.alpha)
+            assert plans.known(tokens, 1000, 1040)
+            assert not tuning.wanted(tokens, 1000, 1040)
+    assert len(json.loads(tuning.plans_file(device).read_text())) == 2
+    plans.plan_for.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300])
+def test_quantized_head(kind: str, tokens: int) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(576, 1003, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, 576, device="cuda", dtype=torch.bfloat16)
+    got = ops.quantize_head(head, kind)(x)
+    assert got.shape == (tokens, 1003)
+    same = ops.quantize_head(head.cpu(), kind)(x.cpu())
+    assert float((got.cpu().double() - same.double()).norm() / same.double().norm()) < 5e-3
