@@ -70,6 +70,11 @@ class GGUFFile:
                 _fail(part, f"tensor {min(twice)} is also in another part")
             self.tensors |= tensors
 
+    @property
+    def files(self) -> list[Path]:
+        """The file, or all parts of a split model in order."""
+        return list(self._data)
+
     def rows(self, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a tensor (leading dimensions flattened), as float32 `[stop - start, K]`."""
         from gguf import GGMLQuantizationType, quants

@@ -219,8 +219,10 @@ def _from_gguf(spec: str, gguf: Path, cache: Path) -> Source:
     if not gguf.is_file():
         raise SourceError(f"{gguf}: no such file")
     from fp4pipe.convert.gguf import gguf_to_hf
+    from fp4pipe.convert.gguf_file import GGUFFile
 
-    digest = file_digest(gguf)
+    digests = [file_digest(part) for part in GGUFFile(gguf).files]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     path = _once(cache / f"gguf-{digest[:32]}-{_CONVERTER}", lambda out: gguf_to_hf(gguf, out))
     return Source(spec, path, "gguf", revision=digest)
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from fp4pipe.convert import gguf_weights
 from fp4pipe.convert.gguf import gguf_to_hf
 from fp4pipe.convert.gguf_config import FAMILIES
+from fp4pipe.convert.source import resolve_source
 from fp4pipe.errors import SourceError, UsageError
 from tests.convert.gguf_writing import ARCHITECTURES, SPECIFIC, make_model, replace, write_gguf
 from tests.tiny_models import CHAT_TEMPLATE, SENTENCES, make_tokenizer
@@ -98,6 +99,18 @@ def test_model_in_parts(tmp_path: Path) -> None:
     parts[-1].unlink()
     with pytest.raises(SourceError, match=f"part {parts[-1].name} is missing"):
         gguf_to_hf(parts[0], tmp_path / "third")
+
+
+def test_every_part_counts_in_the_source(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model("qwen2"), split=10)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    before = resolve_source(parts[0], cache_dir=tmp_path / "cache")
+    content = bytearray(parts[-1].read_bytes())
+    content[-1] ^= 1  # the same first part, another weight in the last
+    parts[-1].write_bytes(content)
+    after = resolve_source(parts[0], cache_dir=tmp_path / "cache")
+    assert after.path != before.path
+    assert after.fingerprint != before.fingerprint
 
 
 def test_tied_head_stored_twice(tmp_path: Path) -> None:
