@@ -84,6 +84,7 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_server_routes(app: FastAPI, state: ServerState) -> None:
+    @app.head("/health", include_in_schema=False)  # what some load balancers probe with
     @app.get("/health")
     async def health() -> Response:
         if state.status == "ready":
@@ -100,7 +101,8 @@ def _add_server_routes(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.get("/flush_cache", include_in_schema=False)
+    @app.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
         pages = await state.engine.flush_cache()
         return {"success": True, "freed_tokens": pages * state.engine.engine.pages.page_size}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -164,6 +165,9 @@ def test_metrics_and_flush(load) -> None:
         for method in ("GET", "POST"):
             assert httpx.request(method, f"{url}/flush_cache").json()["success"]
         assert engine.pages.num_free == engine.pages.num_pages
+        assert httpx.head(f"{url}/health").status_code == 200
+        with warnings.catch_warnings(action="error"):
+            assert "/v1/chat/completions" in httpx.get(f"{url}/openapi.json").json()["paths"]
         info = httpx.get(f"{url}/get_model_info").json()
         assert (info["model_type"], info["max_model_len"]) == ("llama", 512)
         assert httpx.get(f"{url}/server_info").json()["stats"]["steps"] > 0
