@@ -17,11 +17,11 @@ from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine import Engine, SamplingParams
 from fp4pipe.runtime.validate.answering import Answer, answer
 from fp4pipe.runtime.validate.check import Check
+from fp4pipe.runtime.validate.exact import ExactScorer
 from fp4pipe.runtime.validate.gates import judge
 from fp4pipe.runtime.validate.graphs import check_graphs
 from fp4pipe.runtime.validate.gsm8k import STOPS, Outcome, Prompt, grade, load_gsm8k, make_prompts, tally
 from fp4pipe.runtime.validate.likelihood import agreement_figures, perplexity_figures, score
-from fp4pipe.runtime.validate.numerics import loaded_layers
 from fp4pipe.runtime.validate.ops import check_ops
 from fp4pipe.runtime.validate.options import Gsm8kOptions, ValidateOptions
 from fp4pipe.runtime.validate.parity import parity
@@ -89,6 +89,8 @@ def validate(
         run.graphs()
     if reference is not None and options.parity_positions:
         run.parity(reference)
+    if options.perplexity_tokens or options.agreement_tokens or options.gsm8k:
+        run.load_baseline()
     if options.perplexity_tokens or options.agreement_tokens:
         run.text()
     if options.gsm8k is not None:
@@ -135,15 +137,19 @@ class _Run:
             name = engine.model.mode if self.checkpoint.linears else UNQUANTIZED
             self.engines[name] = engine
             report.modes[name] = str(engine.model.load_report.get("mode", ""))
-        needs_baseline = options.perplexity_tokens or options.agreement_tokens or options.gsm8k
-        if report.baseline is not None and needs_baseline:
-            # Tracing and compiling pay only when it generates: the forward passes over a text are few and long.
-            plain = replace(options, runner=options.runner if options.gsm8k else "off", **_AS_STORED)
-            with self._timed("load baseline"):
-                self.baseline = load_engine(report.baseline, "auto", plain)
         first = next(iter(self.engines.values()))
         report.environment = describe_environment(first.model.device)
         report.environment |= {"dtype": str(first.model.dtype).removeprefix("torch."), "graphs": first.runner.graphs}
+
+    def load_baseline(self) -> None:
+        """Load the source, once no reference for parity computes any more: both hold the whole model in wide types."""
+        options, path = self.options, self.report.baseline
+        if path is None:
+            return
+        # Tracing and compiling pay only when it generates: the forward passes over a text are few and long.
+        plain = replace(options, runner=options.runner if options.gsm8k else "off", **_AS_STORED)
+        with self._timed("load baseline"):
+            self.baseline = load_engine(path, "auto", plain)
 
     def ops(self) -> None:
         for mode, engine in self.engines.items():
@@ -170,21 +176,13 @@ class _Run:
             reference.activations = mode == "w4a4"
             pieces = self._windows(engine, self.options.parity_positions)
             with self._timed("parity"):
-                check = parity(self._exact(mode, engine), reference.logits, pieces, name=f"parity.{mode}")
-            self.report.checks.append(check)
+                scorer = self._exact() if mode == "w4a4" else engine
+                self.report.checks.append(parity(scorer, reference.logits, pieces, name=f"parity.{mode}"))
 
-    def _exact(self, mode: str, engine: Engine) -> Engine:
-        """What to hold against the reference: for quantized activations, one whose sums and scales are float64."""
-        if mode != "w4a4":
-            return engine
-        on_cpu = replace(self.options, device="cpu", dtype="float64", runner="off", fp4_gemm_backend="auto")
-        options = replace(on_cpu, kv_tokens=self.options.window + 16)
-        exact = load_engine(self.checkpoint.path, mode, options)
-        for name, layer in loaded_layers(exact.model, self.checkpoint):
-            scale = self.checkpoint.input_scale(name)
-            assert scale is not None  # a layer without one does not load in w4a4
-            layer.alpha = (self.checkpoint.global_scale(name).double() * scale.double()).reshape(1)
-        return exact
+    def _exact(self) -> ExactScorer:
+        """The checkpoint in w4a4 without float32's rounding; its pieces as traced and rewritten, but not compiled."""
+        threads = self.options.load_threads
+        return ExactScorer(self.checkpoint, self.options.runner, max_tokens=self.options.window, load_threads=threads)
 
     def text(self) -> None:
         options, checks = self.options, self.report.checks
