@@ -21,9 +21,6 @@ from fp4pipe.runtime.validate.check import Check
 from fp4pipe.runtime.validate.stepping import Error, Noise, measure_noise, run, run_poisoned
 from fp4pipe.runtime.validate.traffic import Traffic
 
-_NOISE_TOKENS = 128
-"""Tokens of the steps that rounding noise is measured on, at most: it does not grow with their number."""
-
 
 def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -> list[Check]:
     """Prove the runner's graphs.
@@ -48,7 +45,8 @@ def check_graphs(runner: Runner, *, buckets: int | None = None, seed: int = 0) -
         raise UsageError(
             f"a KV cache of {runner.cache.num_tokens} tokens is too small to check graphs in", fix="--kv-tokens 2048"
         )
-    sizes = [min(_fewest(bucket, runner.buckets), _NOISE_TOKENS) for bucket in _spread(chosen, 3)]
+    # As many tokens as the steps judged by it: the more values are rounded to FP4, the likelier one of them flips.
+    sizes = [_fewest(bucket, runner.buckets) for bucket in _spread(chosen, 2)]
     noise = measure_noise(plain, [traffic.mixed(size) for size in sizes], seed)
     checks = [check_capture(runner), check_eager(plain, traffic, noise)]
     checks += check_buckets(runner, plain, traffic, chosen, noise)

@@ -1,6 +1,5 @@
 """One validation run: engines loaded once, the checks asked for, gates held against the figures."""
 
-import gc
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fp4pipe import console
+from fp4pipe.allocator import return_freed_memory
 from fp4pipe.checkpoint import Checkpoint
 from fp4pipe.errors import UsageError
 from fp4pipe.runtime.engine import Engine, SamplingParams
@@ -249,7 +249,7 @@ class _Run:
         yield
         seconds = self.report.seconds
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
-        gc.collect()
+        return_freed_memory()
 
 
 def _kernels(engine: Engine) -> str:
