@@ -50,7 +50,7 @@ class Dot:
 def bars(title: str, rows: Sequence[Bar]) -> str:
     """Horizontal bars from zero, label above, figure at the end."""
     top = max((row.value for row in rows if math.isfinite(row.value)), default=0.0) or 1.0
-    room = WIDTH - 90
+    room = WIDTH - 115
     parts = []
     for index, row in enumerate(rows):
         y = index * (_ROW + 8)

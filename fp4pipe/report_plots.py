@@ -8,6 +8,7 @@ from fp4pipe.plots import Bar, Dot, Interval, bars, columns, dots, intervals
 
 Document = Mapping[str, Any]
 _MODE_KINDS = {"w4a16": "a", "w4a4": "b"}
+_COLOURS = {"w4a16": "blue", "w4a4": "orange"}
 _CONTRIBUTORS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -28,7 +29,7 @@ def _perplexity(checks: Document, modes: Sequence[str]) -> Iterator[str]:
         rows.append(Bar("source, unquantized", first["baseline"], f"{first['baseline']:.4g}", "c"))
     for mode, figures in found.items():
         value, ratio = figures["perplexity"], figures.get("ratio")
-        text = "not finite" if value is None else f"{value:.4g}" + (f"  × {ratio:.4f}" if ratio else "")
+        text = "not finite" if value is None else f"{value:.4g}" + (f" (× {ratio:.4f})" if ratio else "")
         rows.append(Bar(mode, float("inf") if value is None else value, text, _kind(mode) if value else "bad"))
     yield bars(f"Perplexity over {first['tokens']} tokens", rows)
 
@@ -73,7 +74,7 @@ def quantization_plots(quantized: Document) -> list[str]:
         before, after = plan["bytes_before"], plan["bytes_after"]
         rows = [
             Bar("source", before, console.format_bytes(before), "c"),
-            Bar("NVFP4 checkpoint", after, f"{console.format_bytes(after)}  {after / before:.0%}", "a"),
+            Bar("NVFP4 checkpoint", after, f"{console.format_bytes(after)} ({after / before:.0%})", "a"),
         ]
         plots.append(bars("Bytes of all tensors", rows))
     layers = [row for row in (quantized.get("audit") or {}).get("rows") or [] if row["sqnr_db"] is not None]
@@ -98,6 +99,8 @@ def _place(module: str) -> tuple[Any, ...]:
 def graph_plots(validation: Document) -> list[str]:
     """Error and time of every bucket."""
     errors, seconds, bound = [], [], 0.0
+    names = ", ".join(f"{mode} {_COLOURS[mode]}" for mode in validation.get("modes") or {} if mode in _COLOURS)
+    key = f" ({names})" if names else ""
     for check in validation.get("checks") or []:
         step, _, rest = check["name"].partition(".")
         mode, _, leaf = rest.partition(".")
@@ -113,8 +116,10 @@ def graph_plots(validation: Document) -> list[str]:
     if not seconds:
         return []
     return [
-        dots("Relative error of each bucket against the model run eagerly", errors, "bucket, tokens", bound=bound),
-        dots("Time of one step of each bucket, ms", seconds, "bucket, tokens"),
+        dots(
+            f"Relative error of each bucket against the model run eagerly{key}", errors, "bucket, tokens", bound=bound
+        ),
+        dots(f"Time of one step of each bucket, ms{key}", seconds, "bucket, tokens"),
     ]
 
 

@@ -24,5 +24,6 @@ def run(
     pipeline = Pipeline(loaded, out or Path("out") / loaded.name)
     document = pipeline.run()
     console.table(document["table"], f"{loaded.name}: {loaded.description}")
-    console.say(f"checkpoint: {document['checkpoint']}\nreport:     {document['report']}")
+    page = Path(document["report"]).with_suffix(".html")
+    console.say(f"checkpoint: {document['checkpoint']}\nreport:     {page}, the same as data in {document['report']}")
     return Outcome(document, failed=tuple(document["failures"]))

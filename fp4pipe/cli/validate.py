@@ -75,7 +75,7 @@ def validate(
         int | None, typer.Option(min=1, help="Tokens the KV cache holds; default: from free memory.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random inputs and of the choice of questions.")] = 0,
-    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.json there.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.html and report.json there.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the source.")
     ] = False,
@@ -138,7 +138,7 @@ def validate(
     document: dict[str, Any] = result.to_dict()
     if report:
         document["report"] = write_report(report, document)
-        console.say(f"report: {document['report']}")
+        console.say(f"report: {document['report'].with_suffix('.html')}, the same as data in {document['report']}")
     return Outcome(document, failed=tuple(result.failures))
 
 

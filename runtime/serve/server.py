@@ -114,12 +114,15 @@ def _load(state: ServerState, path: str | Path, url: str) -> None:
         state.load_failure = error
         return
     stats = engine.stats()
+    route, asked = "completions", '"prompt": "Hello"'
+    if engine.tokenizer.chat_template:
+        route, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     console.say(
         f"Ready: {url}/v1  (model {state.model_name})\n"
         f"  {engine.model.mode} on {engine.model.device}, graphs {engine.runner.graphs}, context {engine.max_context}, "
         f"KV cache {stats['kv_tokens']} tokens, {stats['max_running']} at a time\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f'-d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\''
+        f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json' "
+        f'-d \'{{{asked}, "max_tokens": 64, "stream": true}}\''
     )
 
 

@@ -155,7 +155,7 @@ def test_plots_show_what_was_measured() -> None:
         assert f"<figcaption>{title}" in html
     assert html.count('<circle class="bad"') == 2  # the wrong bucket, in both plots
     assert html.count("<title>model.layers.") == 22
-    assert "12  × 1.2000" in html
+    assert "12 (× 1.2000)" in html
     text = Page(html).text
     assert text.count("model.layers.10.mlp.up_proj") == 2  # the plot's note, and the table of the worst
     assert "quantize: calibrate" in text
