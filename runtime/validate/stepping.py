@@ -15,8 +15,6 @@ FLOOR = 1e-4
 """Relative error that is always allowed."""
 FACTOR = 3.0
 """How much more than the perturbation another order of sums may do."""
-_REORDERING = 16
-"""Last bits that another order of sums is taken to change."""
 W4A4_PERTURBATION = 1e-3
 """Relative change of the embeddings that moves some activation of every row to another code."""
 
@@ -44,12 +42,12 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What rounding alone does to this model: eager steps are run twice, the second time with their embeddings perturbed.
+    """What rounding alone does to this model: eager steps run twice, the second time with perturbed embeddings.
 
     Unquantized activations are changed in their last bit. With quantized ones a sum that differs in its last bit may
-    round to the next of eight magnitudes, and the layers after it amplify that to the size of the quantization noise, in
-    none, some or all rows as chance has it. So there the perturbation is large enough to reach every row, and what is
-    measured is that size.
+    round to the next of eight magnitudes, and the layers after it amplify that to the size of the quantization noise,
+    in none, some or all rows as chance has it. So there the perturbation is large enough to reach every row, and what
+    is measured is that size.
     """
 
     bound: Error
