@@ -1,5 +1,7 @@
 """`Engine.load` with the kernels of its choice: refused before weights are read, and a quantized head in its place."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fp4pipe.runtime.engine import Engine
 from fp4pipe.runtime.engine.warm import _sizes, warm
 
 PROMPT = list(range(5, 45))
-OPTIONS = {"graphs": "off", "progress": False, "kv_tokens": 512}
+OPTIONS: dict[str, Any] = {"graphs": "off", "progress": False, "kv_tokens": 512}
 
 
 def logits(engine: Engine) -> torch.Tensor:
@@ -38,7 +40,7 @@ def test_quantized_head(tiny, family: str, kind: str) -> None:
         ({"lm_head": "int8"}, UsageError, "--lm-head int8 is unknown"),
     ],
 )
-def test_refused(tiny, choice: dict[str, str], error: type[Exception], words: str) -> None:
+def test_refused(tiny, choice: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Engine.load(tiny("llama", "modelopt"), **OPTIONS, **choice)
 

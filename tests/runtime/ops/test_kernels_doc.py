@@ -43,3 +43,11 @@ def test_errors() -> None:
     approximate = max(r["rel_error"] for r in ROWS if r["mode"] == "fp8_prefill")
     assert f"{exact:.1e}".replace("e-0", "e-") in TEXT
     assert f"{approximate:.1e}".replace("e-0", "e-") in TEXT
+
+
+def test_heads() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "smollm2-135m-lm-head.json").read_text())["rows"]
+    for figures in stored:
+        cells = [figures["lm_head"], f"{figures['perplexity']:.2f}"]
+        cells += [f"{figures['kl']:.4f}", f"{figures['top1']:.1%}"] if "kl" in figures else ["", ""]
+        assert "| " + " | ".join(cells).replace(" |  | ", " | | ").rstrip() + " |" in TEXT
