@@ -105,7 +105,7 @@ class Checks(Section):
 class Recipe(Section):
     """A whole run: source, quantization, loading, checks, gates, one question through the server."""
 
-    name: str = Field(default="", description="default: the file's name")
+    name: str = Field(default="", pattern="^[^/.][^/]*$", description="default: the file's name")
     description: str = Field(min_length=1, description="one line, shown by `fp4pipe recipes list`")
     source: tuple[str, ...] = Field(min_length=1, description="tried in order, the first that can be reached is used")
     revision: str | None = Field(default=None, description="commit of the hub repository")

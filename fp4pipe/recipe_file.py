@@ -5,6 +5,8 @@ Everything the schema does not know is refused, with the nearest known name or t
 """
 
 import difflib
+import re
+import reprlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from fp4pipe.recipe import Recipe, Section
 
 SHIPPED = Path(__file__).parent / "recipes"
 """Directory of the recipes that come with the package."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring = 2, 80
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -75,7 +79,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key written twice in one mapping, where YAML would keep the last."""
+    """Refuses a key written twice in one mapping, where YAML would keep the last; `off` and `no` are words."""
+
+    # As in YAML 1.2: 1.1 reads on, off, yes and no as booleans, and `load.graphs` may be `off`.
+    yaml_implicit_resolvers = {  # noqa: RUF012  the base class's own
+        first: [
+            (tag, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$") if tag == "tag:yaml.org,2002:bool" else pattern)
+            for tag, pattern in resolvers
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -115,7 +128,7 @@ def _problems(error: ValidationError) -> list[str]:
         elif problem["type"] == "missing":
             lines.append(f"{where}: required")
         else:
-            lines.append(f"{where}: {problem['msg']} (got {problem['input']!r})")
+            lines.append(f"{where}: {problem['msg']} (got {_SHORT.repr(problem['input'])})")
     return lines
 
 

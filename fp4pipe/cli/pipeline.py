@@ -39,6 +39,7 @@ class Pipeline:
     """
 
     def __init__(self, recipe: "Recipe", out: Path) -> None:
+        from fp4pipe.device import pick_device
         from fp4pipe.runtime.validate.gates import check_names
 
         self.recipe = recipe
@@ -47,6 +48,7 @@ class Pipeline:
         self.quantizing = _quantize_options(recipe)
         self.validating = _validate_options(recipe, out)
         self._loaded: Engine | None = None
+        pick_device(recipe.load.device)
         if self.validating.steps:
             self.validating.require(reference=True, baseline=True)
         check_names(recipe.gates, ["audit", *self.validating.steps])

@@ -217,3 +217,12 @@ def test_doctor_says_what_each_mode_will_use(cli):
     assert document["devices"][0]["device"] == "cpu"
     assert document["devices"][0]["backend"] == "reference"
     assert document["packages"]["torch"]
+
+
+# -- run
+
+
+def test_a_run_looks_at_its_device_before_it_starts(cli, tmp_path):
+    result = cli("run", "tiny-random", "load.device=tpu", "--out", tmp_path / "out")
+    assert (result.code, result.stderr.splitlines()[0]) == (2, "error: device 'tpu' is unknown")
+    assert not (tmp_path / "out").exists()

@@ -61,6 +61,26 @@ def test_overrides_are_yaml_and_win_over_the_file(recipe_file, override, read):
     assert read(load_recipe(recipe_file(MINIMAL + "quantize: {exclude: [x]}\nask: hi\n"), [override]))
 
 
+def test_off_is_a_word(recipe_file):
+    path = recipe_file(MINIMAL + "load: {graphs: off}\nvalidate: {ops: no}\n")
+    recipe = load_recipe(path)
+    assert (recipe.load.graphs, recipe.checks.ops) == ("off", False)
+    assert load_recipe(path, ["load.graphs=off", "validate.ops=yes", "validate.graphs=true"]).checks.ops is True
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".", "..", "/abs"])
+def test_a_name_is_no_path(recipe_file, name):
+    with pytest.raises(UsageError, match="name: String should match pattern"):
+        load_recipe(recipe_file(MINIMAL), [f"name={name}"])
+
+
+def test_a_large_wrong_value_is_cut_short(recipe_file):
+    nested = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9))
+    with pytest.raises(UsageError) as caught:
+        load_recipe(recipe_file(MINIMAL + nested + "name: *x8\n"))
+    assert len(str(caught.value)) < 10_000
+
+
 def test_the_last_override_of_a_key_wins(recipe_file):
     assert load_recipe(recipe_file(MINIMAL), ["load.mode=w4a4", "load.mode=w4a16"]).load.mode == "w4a16"
 
@@ -73,7 +93,7 @@ def test_the_last_override_of_a_key_wins(recipe_file):
         ("validate: {gsm8k: {shot: 1}}", "validate.gsm8k.shot: unknown key; did you mean 'shots'?"),
         (
             "load: {zzz: 1}",
-            "load.zzz: unknown key; known: mode, device, dtype, graphs, compiler, load_threads, kv_tokens",
+            "load.zzz: unknown key; known: mode, device, dtype, graphs, compiler, ",
         ),
         ("load: {mode: fp4}", "load.mode: Input should be 'auto', 'w4a4' or 'w4a16' (got 'fp4')"),
         ("validate: {gsm8k: {margin: 1e-4x}}", "(got '1e-4x')"),
