@@ -42,7 +42,7 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What rounding alone does to this model: eager steps run twice, the second time with perturbed embeddings.
+    """What rounding alone does to this model: eager steps are run twice, the second time with perturbed embeddings.
 
     Unquantized activations are changed in their last bit. With quantized ones a sum that differs in its last bit may
     round to the next of eight magnitudes, and the layers after it amplify that to the size of the quantization noise,
