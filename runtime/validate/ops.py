@@ -105,6 +105,8 @@ def _samples(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
         "fp4_gemm": [(*quantized, *weight, x.dtype), (*quantized, *weight, x.dtype, bias)],
         "fp4_gemm_w4a16": [(x, *weight), (x, *weight, bias)],
         "fp8_prefill_gemm": [(x, *folded), *([(long, *folded, bias)] if _multiplies_fp8(device) else [])],
+        "silu_mul_fp4_quantize": [(long, scale), (x, scale, True)],
+        "rmsnorm_fp4_quantize": [(x, x[0].clone(), 1e-6, scale), (x, x[0].clone(), 1e-6, scale, True)],
         "paged_attention": [(q, k, k.clone(), torch.empty_like(q), 0, 0.25, window) for window in (0, 3)],
     }
 

@@ -4,7 +4,7 @@ The reference is ModelOpt's fake-quantized Hugging Face model, with which the ru
 loader. Quantized activations must be compared in float64 on both sides. A float32 sum taken in another order now and
 then lands an activation on the other side of a rounding boundary, and a small model amplifies one such code to the size
 of the quantization noise; from then on the two agree no better than with another way of rounding (SmolLM2-135M: top-1
-on 73 % of positions). In float64 the codes are the same, and so is everything after them.
+on about 70 % of positions). In float64 the codes are the same, and so is everything after them.
 """
 
 from collections.abc import Callable, Sequence

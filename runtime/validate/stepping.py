@@ -13,7 +13,7 @@ PAD_ID = 0
 """Token that the runner pads with; `run_poisoned` says whether it was."""
 FLOOR = 1e-4
 """Relative error that is always allowed."""
-FACTOR = 3.0
+FACTOR = 2.0
 """How much more than the perturbation another order of sums may do."""
 W4A4_PERTURBATION = 1e-3
 """Relative change of the embeddings that moves some activation of every row to another code."""
