@@ -9,11 +9,13 @@ from torch import Tensor
 
 from fp4pipe.runtime.graph.buffers import Buffers
 from fp4pipe.runtime.graph.compile import Compiler
+from fp4pipe.runtime.graph.fuse_quantize import fuse_quantize
 from fp4pipe.runtime.graph.partition import AttentionCall, Piece, partition
 from fp4pipe.runtime.graph.rewrite import rewrite
 from fp4pipe.runtime.graph.trace import INPUT_IDS, POSITION_IDS, TOKENS, trace
 from fp4pipe.runtime.graph.unify import canonical
 from fp4pipe.runtime.model import Model
+from fp4pipe.runtime.ops import has_native_fp4
 
 
 class CompiledBody:
@@ -29,7 +31,7 @@ class CompiledBody:
     def __init__(self, model: Model, compiler: str, max_tokens: int, buckets: Sequence[int] = ()) -> None:
         started = time.perf_counter()
         traced = trace(model)
-        self.rewritten = rewrite(traced)
+        self.rewritten = rewrite(traced, (fuse_quantize,) if has_native_fp4(model.device) else ())
         program = partition(traced)
         self.trace_seconds = time.perf_counter() - started
         compilation = Compiler(compiler, traced.fake_mode)

@@ -1,7 +1,7 @@
 """Passes over the traced graph: each takes a `Traced`, changes it in place and says how many nodes it took away."""
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,17 @@ _PURE_METHODS = ("reshape", "view", "to", "float")
 _GEMMS = {"fp4pipe::fp4_gemm": (2, 0), "fp4pipe::fp4_gemm_w4a16": (1, 0), "fp4pipe::fp8_prefill_gemm": (1, 2)}
 
 
-def rewrite(traced: Traced) -> dict[str, int]:
-    """Run every pass in order.
+def rewrite(traced: Traced, further: Sequence[Callable[[Traced], int]] = ()) -> dict[str, int]:
+    """Run every pass in order, `further` ones after those that every device gets.
 
     Returns:
-        Nodes that each pass took away, by the pass's name.
+        What each pass counts, nodes taken away or fused, by the pass's name.
     """
-    passes: tuple[Callable[[Traced], int], ...] = (drop_dead, drop_casts, share_equal, fuse_siblings, drop_dead)
+    passes: tuple[Callable[[Traced], int], ...] = (
+        *(drop_dead, drop_casts, share_equal, fuse_siblings),
+        *further,
+        drop_dead,
+    )
     counts: dict[str, int] = {}
     for each in passes:
         counts[each.__name__] = counts.get(each.__name__, 0) + each(traced)
@@ -161,11 +165,11 @@ def _fuse(traced: Traced, products: list[_Product]) -> int:
     others = tuple(placeholder(f"form{number}", form) for number, form in enumerate(forms))
     bias = placeholder("bias", torch.cat(biases)) if biases else None
     with traced.graph.inserting_before(node):
-        whole = _call(traced, node.target, (*activations, *weight, *others, stacked.out_features, *options, bias))
+        whole = call(traced, node.target, (*activations, *weight, *others, stacked.out_features, *options, bias))
         start = 0
         for product in products:
             columns = (slice(None), slice(start, start + product.weight.out_features))
-            product.node.replace_all_uses_with(_call(traced, operator.getitem, (whole, columns)))
+            product.node.replace_all_uses_with(call(traced, operator.getitem, (whole, columns)))
             start += product.weight.out_features
     for product in products:
         traced.graph.erase_node(product.node)
@@ -202,7 +206,8 @@ def _placeholder(traced: Traced, before: fx.Node, name: str, weight: Tensor) -> 
     return node
 
 
-def _call(traced: Traced, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def call(traced: Traced, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call of `target` put where the graph inserts, with the fake value it has."""
     node = traced.graph.call_function(target, args)
     with traced.fake_mode:
         node.meta["example_value"] = target(*fx.map_arg(args, lambda n: n.meta["example_value"]))

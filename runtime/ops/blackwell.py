@@ -77,7 +77,37 @@ def quantize(x: Tensor, input_scale: Tensor, swizzled: bool) -> tuple[Tensor, Te
     codes, scales, *_ = flashinfer.nvfp4_quantize(
         x.contiguous(), (1.0 / input_scale).reshape(1), sfLayout=layout, do_shuffle=False, nvfp4_4over6=None
     )
-    scales = scales.view(torch.uint8).reshape(scale_shape(*x.shape, swizzled))
+    return _quantized(codes, scales, x.shape[1], swizzled)
+
+
+def silu_mul_quantize(x: Tensor, input_scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
+    """`silu_mul_fp4_quantize` of bf16 or f16 gate and up ``[M, 2K]``."""
+    codes, scales = flashinfer.silu_and_mul_nvfp4_quantize(
+        x.contiguous(), (1.0 / input_scale).reshape(1), is_sf_swizzled_layout=swizzled, nvfp4_4over6=None
+    )
+    return _quantized(codes, scales, x.shape[1] // 2, swizzled)
+
+
+def rmsnorm_quantize(
+    x: Tensor, weight: Tensor, eps: float, input_scale: Tensor, swizzled: bool
+) -> tuple[Tensor, Tensor]:
+    """`rmsnorm_fp4_quantize` of bf16 or f16 rows. The kernel multiplies by its global scale, whatever its text says."""
+    from flashinfer import cute_dsl
+
+    codes, scales = cute_dsl.rmsnorm_fp4quant(
+        x.contiguous(),
+        weight,
+        global_scale=(1.0 / input_scale).reshape(1),
+        eps=eps,
+        block_size=BLOCK,
+        is_sf_swizzled_layout=swizzled,
+    )
+    return _quantized(codes, scales, x.shape[1], swizzled)
+
+
+def _quantized(codes: Tensor, scales: Tensor, columns: int, swizzled: bool) -> tuple[Tensor, Tensor]:
+    """FlashInfer's results in the operators' dtypes and shapes."""
+    scales = scales.view(torch.uint8).reshape(scale_shape(codes.shape[0], columns, swizzled))
     return codes.view(torch.uint8), scales if swizzled else scales.view(torch.float8_e4m3fn)
 
 

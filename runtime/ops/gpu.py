@@ -8,12 +8,10 @@ from fp4pipe.runtime.ops import reference
 from fp4pipe.runtime.ops.backend import backend_for
 from fp4pipe.runtime.ops.schema import LIBRARY
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 def fp4_quantize(x: Tensor, input_scale: Tensor, swizzled: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize on the GPU: FlashInfer on Blackwell, Triton before it; float32 input in plain PyTorch."""
-    if x.dtype not in _HALF or x.dim() != 2 or x.shape[1] % BLOCK:
+    if x.dtype not in reference.HALF or x.dim() != 2 or x.shape[1] % BLOCK:
         return reference.fp4_quantize(x, input_scale, swizzled)
     if backend_for(x.device) == "flashinfer":
         from fp4pipe.runtime.ops import blackwell
@@ -54,7 +52,7 @@ def fp4_gemm_w4a16(
         from fp4pipe.runtime.ops import hopper
 
         return hopper.gemm(x, w, alpha, out_features, bias)
-    if x.dtype in _HALF and w.dtype == torch.uint8:
+    if x.dtype in reference.HALF and w.dtype == torch.uint8:
         if backend_for(x.device) == "flashinfer":
             from fp4pipe.runtime.ops import blackwell
 

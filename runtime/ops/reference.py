@@ -14,6 +14,9 @@ from fp4pipe.nvfp4 import BLOCK, decode_e2m1, quantize_activation, swizzle_scale
 from fp4pipe.runtime.ops.schema import LIBRARY
 from fp4pipe.runtime.ops.tiled import tiled_values
 
+HALF = (torch.bfloat16, torch.float16)
+"""Types that GPU kernels take as activations."""
+
 
 @cache
 def _pair_values(device: torch.device) -> Tensor:

@@ -87,3 +87,19 @@ def test_graph_replay_equals_eager() -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert torch.equal(captured, layer(x))
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_fused_quantizers_against_the_reference(swizzled: bool) -> None:
+    """Rounded once where the reference rounds twice: a code may be its neighbour, a block scale off by its last bit."""
+    x = torch.randn(37, 384, device="cuda", dtype=torch.bfloat16)
+    weight = torch.rand(384, device="cuda").bfloat16() + 0.5
+    scale = nvfp4.global_scale_of(torch.tensor(8.0, device="cuda"))
+    silu, norm = torch.ops.fp4pipe.silu_mul_fp4_quantize, torch.ops.fp4pipe.rmsnorm_fp4_quantize
+    for op, arguments, columns in ((silu, (x, scale), 192), (norm, (x, weight, 1e-6, scale), 384)):
+        got = op(*arguments, swizzled)
+        want = op(*(a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments), swizzled)
+        assert (got[0].cpu() != want[0]).float().mean() < 0.05
+        scales = [each[1].cpu().view(torch.uint8) for each in (got, want)]
+        scales = [nvfp4.unswizzle_scales(each, 37, columns // 16) if swizzled else each for each in scales]
+        assert (scales[0].int() - scales[1].int()).abs().max() <= 1

@@ -1,6 +1,10 @@
 """The FlashInfer backend as far as it can be checked without its GPU: signatures, shapes, and what it would call."""
 
+import ast
 import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ CALLS = {
     "shuffle_matrix_a": ["input_tensor", "epilogue_tile_m"],
     "shuffle_matrix_sf_a": ["input_tensor", "epilogue_tile_m"],
     "autotune": ["tune_mode"],
+    "silu_and_mul_nvfp4_quantize": ["input", "global_scale", "is_sf_swizzled_layout", "nvfp4_4over6"],
 }
 """Arguments `blackwell` gives each function, in order."""
 
@@ -33,6 +38,53 @@ def test_signature(name: str) -> None:
     assert [p for p in parameters if p in CALLS[name]] == CALLS[name]
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     assert set(needed) <= set(CALLS[name])
+
+
+def test_signature_of_the_fused_norm() -> None:
+    path = Path(flashinfer.__file__).parent / "cute_dsl" / "rmsnorm_fp4quant.py"  # importing it needs CUTLASS's DSL
+    tree = ast.parse(path.read_text())
+    function = next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == "rmsnorm_fp4quant")
+    names = [argument.arg for argument in function.args.args]
+    assert names[:2] == ["input", "weight"]
+    assert {"global_scale", "eps", "block_size", "is_sf_swizzled_layout"} <= set(names)
+    # What the kernel does with the global scale, which its documentation describes the other way round.
+    assert "scale_float = global_scale_val * max_abs * fp4_max_rcp" in path.read_text()
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_fused_quantizers_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, swizzled: bool) -> None:
+    """FlashInfer's own references of the two kernels stand in for them."""
+    scale, weight = torch.tensor(0.002), torch.rand(64).bfloat16() + 0.5
+    x = torch.randn(5, 128).bfloat16()
+
+    def silu(input, global_scale, is_sf_swizzled_layout, nvfp4_4over6):
+        gate, up = input.float().chunk(2, dim=1)
+        return fake(gate * gate.sigmoid() * up, global_scale, is_sf_swizzled_layout)
+
+    def norm(input, weight, global_scale, eps, block_size, is_sf_swizzled_layout):
+        y = input.float() * torch.rsqrt(input.float().pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+        return fake(y, global_scale, is_sf_swizzled_layout)
+
+    def fake(y: Tensor, global_scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
+        codes, scales = nvfp4.quantize_activation(y.bfloat16(), 1.0 / global_scale.reshape(()))
+        return codes, nvfp4.swizzle_scales(scales.view(torch.uint8)).flatten() if swizzled else scales
+
+    monkeypatch.setattr(flashinfer, "silu_and_mul_nvfp4_quantize", silu)
+    monkeypatch.setitem(sys.modules, "flashinfer.cute_dsl", SimpleNamespace(rmsnorm_fp4quant=norm))
+    monkeypatch.setattr(flashinfer, "cute_dsl", sys.modules["flashinfer.cute_dsl"], raising=False)
+    rows = x[:, :64].contiguous()
+    pairs = (
+        (blackwell.silu_mul_quantize(x, scale, swizzled), ops.fused.silu_mul_fp4_quantize(x, scale, swizzled)),
+        (
+            blackwell.rmsnorm_quantize(rows, weight, 1e-6, scale, swizzled),
+            ops.fused.rmsnorm_fp4_quantize(rows, weight, 1e-6, scale, swizzled),
+        ),
+    )
+    for got, want in pairs:
+        assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
+        # Rounded once instead of twice: a code may be its neighbour, a block scale differ in its last bit.
+        assert float((got[0] != want[0]).float().mean()) < 0.05
+        assert int((got[1].view(torch.uint8).int() - want[1].view(torch.uint8).int()).abs().max()) <= 1
 
 
 def test_backends_are_flashinfers() -> None:
