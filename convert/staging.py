@@ -83,7 +83,7 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     if (out / INCOMPLETE).exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise UsageError(f"{out} already exists", fix="another --out, or --overwrite to replace it")
+        raise UsageError(f"{out} already exists", fix="another --out, remove it, or quantize with --overwrite")
     if not (out / "config.json").exists():
         raise UsageError(f"{out} holds no model, so it is not replaced", fix="another --out, or remove it yourself")
     if not _says_quantized(out):

@@ -16,6 +16,7 @@ from fp4pipe.allocator import keep_freed_memory
 from fp4pipe.cli.bench import bench
 from fp4pipe.cli.doctor import doctor
 from fp4pipe.cli.inspect import inspect
+from fp4pipe.cli.interrupts import noted_interrupts
 from fp4pipe.cli.outcome import Interrupted, Outcome
 from fp4pipe.cli.quantize import quantize
 from fp4pipe.cli.recipes import recipes
@@ -24,6 +25,9 @@ from fp4pipe.cli.serve import serve
 from fp4pipe.cli.stdout import command
 from fp4pipe.cli.validate import validate
 from fp4pipe.errors import Fp4pipeError, GateFailed, UsageError
+
+_PARSER_INTERRUPTED = 130
+"""What the parser returns for a Ctrl-C before the command began."""
 
 app = typer.Typer(
     help="From a Hugging Face causal LM to a validated, servable NVFP4 deployment.",
@@ -71,20 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in words
     debug = "--debug" in words or os.environ.get("FP4PIPE_DEBUG") == "1"
     _quiet_libraries(debug)
-    try:
-        result = app(words, prog_name="fp4pipe", standalone_mode=False)
-        if isinstance(result, Outcome):
-            return _finish(result, as_json)
-        return result if isinstance(result, int) else 0
-    except Interrupted as error:
-        return _fail(_described(error), as_json)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the reader left: nothing more to say, not even at exit
-        return 0
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        return _fail(_described(error, debug=debug), as_json)
+    with noted_interrupts() as pressed:
+        try:
+            result = app(words, prog_name="fp4pipe", standalone_mode=False)
+            if isinstance(result, Outcome):
+                return _finish(result, as_json)
+            if result == _PARSER_INTERRUPTED:
+                raise Interrupted("interrupted")
+            return result if isinstance(result, int) else 0
+        except Interrupted as error:
+            return _fail(_described(error), as_json)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the reader left: nothing more to say, not even at exit
+            return 0
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            if pressed:  # some libraries turn Ctrl-C into an error of their own
+                return _fail(_described(Interrupted("interrupted")), as_json)
+            return _fail(_described(error, debug=debug), as_json)
 
 
 def _quiet_libraries(debug: bool) -> None:

@@ -25,8 +25,9 @@ class Journal:
         self.kept: set[str] = set()
         """Steps whose results are of an earlier run."""
         try:
-            self._saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            self._saved = {name: step for name, step in saved.items() if step.keys() >= {"key", "seconds", "result"}}
+        except (OSError, ValueError, TypeError, AttributeError):
             self._saved = {}
 
     def step(self, name: str, inputs: Any, compute: Callable[[], Any], *, valid: bool = True) -> Any:

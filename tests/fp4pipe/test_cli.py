@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 
@@ -124,6 +125,27 @@ def test_interrupted(cli, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fp4pipe.recipe_file.load_recipe", interrupt)
+    result = cli("recipes", "check", "tiny-random", "--json")
+    assert result.code == 130
+    assert json.loads(result.stdout)["error"]["exit_code"] == 130
+
+
+def test_an_interrupt_that_a_library_turned_into_an_error(cli, monkeypatch):
+    def interrupt(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            raise ValueError("Error building a validator") from error
+
+    monkeypatch.setattr("fp4pipe.recipe_file.load_recipe", interrupt)
+    result = cli("recipes", "check", "tiny-random", "--json")
+    assert result.code == 130
+    assert json.loads(result.stdout)["error"]["what"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_before_the_command_begins(cli, monkeypatch):
+    monkeypatch.setattr("fp4pipe.cli.stdout.stdout_to_stderr", lambda: signal.raise_signal(signal.SIGINT))
     result = cli("recipes", "check", "tiny-random", "--json")
     assert result.code == 130
     assert json.loads(result.stdout)["error"]["exit_code"] == 130

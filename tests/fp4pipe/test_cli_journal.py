@@ -43,7 +43,7 @@ def test_a_step_that_fails_leaves_the_steps_before_it(tmp_path):
     assert Journal(path).step("quantize", 1, lambda: pytest.fail("computed again")) == "done"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"quantize": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[[1, 2]]", "null", '{"quantize": {}}', '{"quantize": 5}'])
 def test_a_damaged_journal_is_an_empty_one(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
